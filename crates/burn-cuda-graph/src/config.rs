@@ -1,0 +1,92 @@
+//! How a step is captured.
+
+use serde::{Deserialize, Serialize};
+
+/// What to do when a step cannot run as a graph.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Policy {
+    /// Run it eagerly and give the reason in [`StepPath::Eager`](crate::StepPath::Eager).
+    #[default]
+    Fallback,
+    /// Do not run it: return [`StepError::GraphRequired`](crate::StepError::GraphRequired), the state left as
+    /// it was. Warm-up steps still run eagerly: they are how a graph comes to be. For benches and tests.
+    RequireGraph,
+}
+
+/// Settings of a [`GraphedStep`](crate::GraphedStep).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct GraphConfig {
+    /// Consecutive steps of one key that must run the same operations before it is recorded. Default 3, at
+    /// least 2: one step has nothing to be compared with.
+    pub warmup: u32,
+    /// Sealed graphs held at once; the least recently used is evicted. Default 8.
+    pub max_graphs: usize,
+    /// Bytes that graphs may hold together (static inputs, outputs, guarded pages); the least recently used
+    /// are evicted above it. Default: no bound.
+    pub max_bytes: Option<u64>,
+    /// What to do when a step cannot run as a graph. Default: fall back to eager.
+    pub policy: Policy,
+    /// How often a window refused for room is tried again, each time with a larger headroom reserve.
+    /// Default 3.
+    pub room_retries: u32,
+    /// Wait for the device inside [`GraphedStep::run`](crate::GraphedStep::run), so that the report's times
+    /// are those of the device and not of enqueueing. Slower; for measuring. Default off.
+    pub synced_timing: bool,
+}
+
+impl Default for GraphConfig {
+    fn default() -> Self {
+        Self {
+            warmup: 3,
+            max_graphs: 8,
+            max_bytes: None,
+            policy: Policy::default(),
+            room_retries: 3,
+            synced_timing: false,
+        }
+    }
+}
+
+impl GraphConfig {
+    /// The defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Set [`warmup`](Self::warmup), raised to 2 where it is less.
+    pub fn with_warmup(mut self, warmup: u32) -> Self {
+        self.warmup = warmup.max(2);
+        self
+    }
+
+    /// Set [`max_graphs`](Self::max_graphs), raised to 1 where it is 0.
+    pub fn with_max_graphs(mut self, max_graphs: usize) -> Self {
+        self.max_graphs = max_graphs.max(1);
+        self
+    }
+
+    /// Set [`max_bytes`](Self::max_bytes).
+    pub fn with_max_bytes(mut self, max_bytes: u64) -> Self {
+        self.max_bytes = Some(max_bytes);
+        self
+    }
+
+    /// Set [`policy`](Self::policy).
+    pub fn with_policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// Set [`room_retries`](Self::room_retries).
+    pub fn with_room_retries(mut self, room_retries: u32) -> Self {
+        self.room_retries = room_retries;
+        self
+    }
+
+    /// Set [`synced_timing`](Self::synced_timing).
+    pub fn with_synced_timing(mut self, synced: bool) -> Self {
+        self.synced_timing = synced;
+        self
+    }
+}

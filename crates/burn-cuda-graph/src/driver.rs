@@ -1,0 +1,285 @@
+//! The capture window and the four graph primitives.
+//!
+//! The driver's rules shape it. A stream in capture mode records every launch issued on it, so a window that
+//! opened has to be closed on every path, an unwinding one included: [`Window`] closes it when it drops. A
+//! prepared stream refuses another preparation until it is unwound: [`Prepared`] does that when it drops. One
+//! window at a time is open in the process ([`exclusive`]), since the driver's capture mode is global and two
+//! trainers may share a device.
+//!
+//! This is the only module with `unsafe`.
+
+use std::sync::{Mutex, MutexGuard};
+
+/// The primitives a window is made of. A scripted one stands in for the device in the tests.
+pub(crate) trait CaptureDriver {
+    /// A sealed recording.
+    type Graph;
+
+    /// Prepare the stream for a window.
+    fn prepare(&self) -> Result<(), String>;
+    /// Open the window: launches are recorded from here, and none executes.
+    fn start(&self) -> Result<(), String>;
+    /// Close the window, or unwind a preparation that opened none.
+    fn stop(&self) -> Result<Self::Graph, String>;
+}
+
+/// Hold the process's one window. A panic inside an earlier one does not keep later ones out: the guard has closed
+/// that window by then.
+pub(crate) fn exclusive() -> MutexGuard<'static, ()> {
+    static WINDOW: Mutex<()> = Mutex::new(());
+    WINDOW
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// A stream prepared for capture, unwound when it drops.
+pub(crate) struct Prepared<'d, D: CaptureDriver> {
+    driver: &'d D,
+    armed: bool,
+}
+
+impl<'d, D: CaptureDriver> Prepared<'d, D> {
+    /// Prepare the driver's stream.
+    ///
+    /// # Errors
+    ///
+    /// The driver's words; the stream is as it was.
+    pub fn new(driver: &'d D) -> Result<Self, String> {
+        driver.prepare()?;
+        Ok(Self {
+            driver,
+            armed: true,
+        })
+    }
+
+    /// Open the window.
+    ///
+    /// # Errors
+    ///
+    /// The driver's words; the preparation is unwound.
+    pub fn open(mut self) -> Result<Window<'d, D>, String> {
+        // On an error `self` drops armed, which unwinds the preparation.
+        self.driver.start()?;
+        self.armed = false;
+        Ok(Window {
+            driver: self.driver,
+            open: true,
+        })
+    }
+}
+
+impl<D: CaptureDriver> Drop for Prepared<'_, D> {
+    fn drop(&mut self) {
+        if self.armed {
+            // A stop without a window answers with an error by design; what matters is that the stream is free.
+            drop(self.driver.stop());
+        }
+    }
+}
+
+/// An open window, closed when it drops.
+pub(crate) struct Window<'d, D: CaptureDriver> {
+    driver: &'d D,
+    open: bool,
+}
+
+impl<D: CaptureDriver> Window<'_, D> {
+    /// Close the window and seal what it recorded.
+    ///
+    /// # Errors
+    ///
+    /// The driver's words. The window is closed all the same, and the buffers that its launches would have
+    /// written are unreadable until something writes them.
+    pub fn seal(mut self) -> Result<D::Graph, String> {
+        self.open = false;
+        self.driver.stop()
+    }
+}
+
+impl<D: CaptureDriver> Drop for Window<'_, D> {
+    fn drop(&mut self) {
+        if self.open {
+            drop(self.driver.stop());
+        }
+    }
+}
+
+#[cfg(feature = "cubecl-backend")]
+pub(crate) use device::{DeviceDriver, SealedGraph};
+
+#[cfg(feature = "cubecl-backend")]
+mod device {
+    use super::CaptureDriver;
+    use burn::backend::{Backend, Dispatch, DispatchGraph};
+    use burn::tensor::Device;
+
+    /// The primitives of a Burn device, driven below autodiff.
+    ///
+    /// On an autodiff device the primitives are the defaults of a decorator that refuses to record, so the
+    /// backward pass is captured through the inner device, whose stream it runs on.
+    #[derive(Debug)]
+    pub(crate) struct DeviceDriver {
+        device: Device,
+    }
+
+    impl DeviceDriver {
+        pub fn new(device: Device) -> Self {
+            Self {
+                device: device.inner(),
+            }
+        }
+    }
+
+    impl CaptureDriver for DeviceDriver {
+        type Graph = SealedGraph;
+
+        fn prepare(&self) -> Result<(), String> {
+            Dispatch::graph_prepare(self.device.as_dispatch()).map_err(|err| err.to_string())
+        }
+        fn start(&self) -> Result<(), String> {
+            Dispatch::graph_start_capture(self.device.as_dispatch()).map_err(|err| err.to_string())
+        }
+        fn stop(&self) -> Result<SealedGraph, String> {
+            Dispatch::graph_stop_capture(self.device.as_dispatch())
+                .map(|graph| SealedGraph {
+                    graph,
+                    device: self.device.clone(),
+                })
+                .map_err(|err| err.to_string())
+        }
+    }
+
+    /// A sealed recording of one step.
+    ///
+    /// It replays against the buffers that were recorded. CubeCL guards the pages of every one of them for as long
+    /// as the graph lives, so none is handed to another allocation.
+    #[derive(Debug)]
+    pub(crate) struct SealedGraph {
+        graph: DispatchGraph,
+        device: Device,
+    }
+
+    impl SealedGraph {
+        /// Enqueue one replay.
+        ///
+        /// `&mut Pool` is the engine's tensor pool: holding it exclusively is what keeps every other user of this
+        /// graph's buffers away.
+        #[expect(unsafe_code)]
+        pub fn replay(&self, _pool: &mut crate::pool::Pool) -> Result<(), String> {
+            // SAFETY:
+            // - Liveness: `Command::guard_pages` in cubecl-server pins every page the recorded launches touched until
+            //   this graph is destroyed, so each recorded address still belongs to the buffer it was recorded for.
+            // - No concurrent use: the buffers a replay writes are the pool's static tensors, which never leave
+            //   the engine (`GraphedStep::state` and outputs hand out duplicates), and intermediates that only this
+            //   graph's guarded pages hold. `_pool` is borrowed exclusively, so no other graph of this step is
+            //   being enqueued.
+            // - Same stream: `GraphedStep::run` enters the stream the graph was captured on before anything else,
+            //   and CubeCL enqueues a replay on the stream its graph names; the copies in and out are issued there.
+            unsafe { Dispatch::graph_replay(self.device.as_dispatch(), &self.graph) }
+                .map_err(|err| err.to_string())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    /// A driver double with CubeCL's phases: it fails the test when a call comes out of order or a window is left
+    /// open.
+    #[derive(Default)]
+    struct Scripted {
+        phase: Cell<u8>,
+        refuse: RefCell<Vec<&'static str>>,
+        stops: Cell<u32>,
+    }
+
+    impl Scripted {
+        fn refuses(&self, call: &'static str) -> bool {
+            self.refuse.borrow().contains(&call)
+        }
+    }
+
+    impl CaptureDriver for Scripted {
+        type Graph = u32;
+        fn prepare(&self) -> Result<(), String> {
+            assert_eq!(self.phase.get(), 0, "prepared twice");
+            if self.refuses("prepare") {
+                return Err("prepare refused".into());
+            }
+            self.phase.set(1);
+            Ok(())
+        }
+        fn start(&self) -> Result<(), String> {
+            assert_eq!(self.phase.get(), 1, "opened unprepared");
+            if self.refuses("start") {
+                return Err("start refused".into());
+            }
+            self.phase.set(2);
+            Ok(())
+        }
+        fn stop(&self) -> Result<u32, String> {
+            self.stops.set(self.stops.get() + 1);
+            let phase = self.phase.replace(0);
+            match (phase, self.refuses("stop")) {
+                (2, false) => Ok(7),
+                (2, true) => Err("stop refused".into()),
+                _ => Err("nothing was recording".into()),
+            }
+        }
+    }
+
+    /// Every path leaves the stream free, whatever is refused and whoever panics: a window left open would record
+    /// every later launch of the process.
+    #[test]
+    fn every_path_closes_the_window() {
+        let calls = ["prepare", "start", "stop"];
+        for refused in 0..8u32 {
+            for panics in [false, true] {
+                let driver = Scripted::default();
+                *driver.refuse.borrow_mut() = (0..3)
+                    .filter(|bit| refused & (1 << bit) != 0)
+                    .map(|bit| calls[bit as usize])
+                    .collect();
+                let result = catch_unwind(AssertUnwindSafe(|| -> Result<u32, String> {
+                    let window = Prepared::new(&driver)?.open()?;
+                    assert!(!panics, "scripted");
+                    window.seal()
+                }));
+                assert_eq!(
+                    driver.phase.get(),
+                    0,
+                    "refused {refused:03b}, panics {panics}"
+                );
+                match (refused, panics) {
+                    (0, false) => assert_eq!(result.expect("no panic"), Ok(7)),
+                    (_, false) => assert!(result.expect("no panic").is_err()),
+                    (0 | 4, true) => assert!(result.is_err()),
+                    _ => {}
+                }
+                assert!(driver.stops.get() <= 1);
+            }
+        }
+    }
+
+    /// A preparation that opens no window (the rehearsal) gives the stream back.
+    #[test]
+    fn a_rehearsal_gives_the_stream_back() {
+        let driver = Scripted::default();
+        drop(Prepared::new(&driver).expect("prepares"));
+        assert_eq!((driver.phase.get(), driver.stops.get()), (0, 1));
+        assert!(Prepared::new(&driver).is_ok());
+    }
+
+    /// A panic while the process's window lock is held does not lock later windows out.
+    #[test]
+    fn the_window_lock_survives_a_panic() {
+        drop(catch_unwind(|| {
+            let _held = exclusive();
+            panic!("inside a window");
+        }));
+        drop(exclusive());
+    }
+}

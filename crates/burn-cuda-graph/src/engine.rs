@@ -1,0 +1,694 @@
+//! Decides what each call does, and keeps the counts.
+//!
+//! Generic over the host that runs, records and replays steps, so that the whole of it is tested against a
+//! scripted one: whatever refusals, panics and keys come by, every call takes exactly one step.
+
+use crate::cache::{Cache, CacheEntry};
+use crate::config::{GraphConfig, Policy};
+use crate::error::{FallbackReason, StepError};
+use crate::lifecycle::{Decision, Lifecycle, Refusal, Verdict};
+use crate::report::{Counters, EntryReport, Report, Samples};
+use crate::shape_key::ShapeKey;
+use crate::step::StepPath;
+use std::time::Instant;
+
+/// Different keys seen without a graph sealing before keys seen once are no longer watched.
+const UNSETTLED_KEYS: usize = 16;
+
+/// How an eager step is to be run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Watch {
+    /// As plain Burn would.
+    Off,
+    /// Watching its operations.
+    On,
+    /// Watching, with the stream prepared for capture: the last step before a window.
+    Rehearse,
+}
+
+/// What an attempt to record a step came to. When it is not sealed, the state is what it was before.
+pub(crate) enum Attempt<G, O> {
+    /// Recorded, and executed by the first replay.
+    Sealed { graph: G, output: O },
+    /// The window gave no graph.
+    Refused(Refusal),
+    /// No window was opened: another is open on the device.
+    Busy,
+}
+
+/// Runs steps for the engine.
+pub(crate) trait StepHost {
+    /// What a watched step showed.
+    type Fingerprint;
+    /// A sealed graph and the tensors it owns.
+    type Graph;
+    /// What a step returns.
+    type Output;
+
+    /// Run the step eagerly. On a panic in the user's closure the state is put back before it goes on unwinding.
+    fn eager(
+        &mut self,
+        watch: Watch,
+    ) -> Result<(Self::Output, Option<Self::Fingerprint>), StepError>;
+    /// Compare a step with the one before of the same key.
+    fn compare(before: Option<&Self::Fingerprint>, now: &Self::Fingerprint) -> Verdict;
+    /// Record the step and run its first replay. Puts the state back when it gives no graph or unwinds.
+    fn record(&mut self, attempt: u32) -> Result<Attempt<Self::Graph, Self::Output>, StepError>;
+    /// Replay a sealed graph.
+    fn replay(&mut self, graph: &Self::Graph) -> Result<Self::Output, String>;
+    /// Bytes a sealed graph holds.
+    fn bytes(graph: &Self::Graph) -> u64;
+    /// Device launches: of the watched step, and of a call that replays.
+    fn launches(fingerprint: &Self::Fingerprint) -> Option<u64>;
+    fn launches_per_replay(graph: &Self::Graph) -> Option<u64>;
+    /// A graph was dropped: give its memory back.
+    fn released(&mut self);
+}
+
+#[derive(Debug)]
+struct Entry<F, G> {
+    lifecycle: Lifecycle,
+    fingerprint: Option<F>,
+    graph: Option<G>,
+    bytes: u64,
+    eager: u64,
+    replays: u64,
+}
+
+impl<F, G> CacheEntry for Entry<F, G> {
+    fn sealed_bytes(&self) -> Option<u64> {
+        self.graph.as_ref().map(|_| self.bytes)
+    }
+}
+
+/// The engine of one step.
+#[derive(Debug)]
+pub(crate) struct Engine<F, G> {
+    config: GraphConfig,
+    cache: Cache<Entry<F, G>>,
+    counters: Counters,
+    eager_times: Samples,
+    /// Watched steps; they stand in for eager ones where there are no others.
+    warmup_times: Samples,
+    replay_times: Samples,
+    capture_times: Samples,
+    last_key: Option<ShapeKey>,
+    /// Different keys since the last seal.
+    unsettled: usize,
+    warned_unsettled: bool,
+    launches_eager: Option<u64>,
+    launches_replay: Option<u64>,
+}
+
+impl<F, G> Engine<F, G> {
+    pub fn new(config: GraphConfig) -> Self {
+        Self {
+            config,
+            cache: Cache::new(),
+            counters: Counters::default(),
+            eager_times: Samples::new(),
+            warmup_times: Samples::new(),
+            replay_times: Samples::new(),
+            capture_times: Samples::new(),
+            last_key: None,
+            unsettled: 0,
+            warned_unsettled: false,
+            launches_eager: None,
+            launches_replay: None,
+        }
+    }
+
+    pub fn config(&self) -> &GraphConfig {
+        &self.config
+    }
+
+    /// Take one step.
+    ///
+    /// `blocked` is a reason found before any of it, which keeps the step from being a graph whatever its entry
+    /// says.
+    pub fn step<H>(
+        &mut self,
+        key: ShapeKey,
+        blocked: Option<FallbackReason>,
+        host: &mut H,
+    ) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        if let Some(reason) = blocked {
+            return self.stay(None, reason, host);
+        }
+
+        let moved = self.rate_moved(&key);
+        let new = !self.cache.contains(&key);
+        let unsettled_now = new && self.unsettled >= UNSETTLED_KEYS;
+        if new {
+            self.unsettled += 1;
+        }
+        let (warmup, retries) = (self.config.warmup, self.config.room_retries);
+        let entry = self.cache.entry(&key, || Entry {
+            lifecycle: Lifecycle::new(warmup, retries),
+            fingerprint: None,
+            graph: None,
+            bytes: 0,
+            eager: 0,
+            replays: 0,
+        });
+        let decision = entry.lifecycle.decide();
+        self.last_key = Some(key.clone());
+
+        match decision {
+            Decision::Warm { .. } if unsettled_now => {
+                let reason = moved.unwrap_or(FallbackReason::NeverSettles {
+                    keys: self.unsettled,
+                });
+                if !self.warned_unsettled {
+                    self.warned_unsettled = true;
+                    log::warn!("steps stay eager: {reason}");
+                }
+                // Watched once it is seen again: a key that never comes back is not worth the watching.
+                let started = Instant::now();
+                let (output, _) = host.eager(Watch::Off)?;
+                self.count_eager(Some(&key), started, &reason);
+                Ok((output, StepPath::Eager(reason)))
+            }
+            Decision::Warm { rehearse } => self.warm(key, rehearse, moved, host),
+            Decision::Record { attempt } => self.record(key, attempt, host),
+            Decision::Replay => self.replay(key, host),
+            Decision::Stay(reason) => self.stay(Some(&key), reason, host),
+        }
+    }
+
+    fn stay<H>(
+        &mut self,
+        key: Option<&ShapeKey>,
+        reason: FallbackReason,
+        host: &mut H,
+    ) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        self.require(&reason)?;
+        let started = Instant::now();
+        let (output, _) = host.eager(Watch::Off)?;
+        self.count_eager(key, started, &reason);
+        Ok((output, StepPath::Eager(reason)))
+    }
+
+    fn warm<H>(
+        &mut self,
+        key: ShapeKey,
+        rehearse: bool,
+        moved: Option<FallbackReason>,
+        host: &mut H,
+    ) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let watch = match rehearse {
+            true => Watch::Rehearse,
+            false => Watch::On,
+        };
+        let started = Instant::now();
+        let (output, fingerprint) = host.eager(watch)?;
+        self.warmup_times.add(started.elapsed());
+        let Some(entry) = self.cache.get_mut(&key) else {
+            return Ok((output, StepPath::Eager(FallbackReason::CaptureBusy)));
+        };
+        entry.eager += 1;
+        self.counters.eager += 1;
+        let mut reason = match fingerprint {
+            Some(now) => {
+                if let Some(launches) = H::launches(&now) {
+                    self.launches_eager = Some(launches);
+                }
+                let verdict = H::compare(entry.fingerprint.as_ref(), &now);
+                entry.fingerprint = Some(now);
+                let reason = entry.lifecycle.watched(verdict);
+                if entry.lifecycle.refusal().is_some() {
+                    self.counters.refuse(&reason);
+                    log::warn!("[{key}] stays eager: {reason}");
+                }
+                reason
+            }
+            None => FallbackReason::CaptureBusy,
+        };
+        if let (Some(moved), FallbackReason::WarmingUp { done: 1, .. }) = (moved, &reason) {
+            reason = moved;
+        }
+        self.counters.fall_back(&reason);
+        Ok((output, StepPath::Eager(reason)))
+    }
+
+    fn record<H>(
+        &mut self,
+        key: ShapeKey,
+        attempt: u32,
+        host: &mut H,
+    ) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let started = Instant::now();
+        let reason = match host.record(attempt)? {
+            Attempt::Sealed { graph, output } => {
+                self.capture_times.add(started.elapsed());
+                let bytes = H::bytes(&graph);
+                self.launches_replay = H::launches_per_replay(&graph);
+                if let Some(entry) = self.cache.get_mut(&key) {
+                    entry.graph = Some(graph);
+                    entry.bytes = bytes;
+                    entry.lifecycle.sealed();
+                }
+                self.counters.recorded += 1;
+                self.counters.captures += 1;
+                self.unsettled = 0;
+                log::info!(
+                    "[{key}] captured in {:.1} ms, holding {bytes} bytes",
+                    started.elapsed().as_secs_f64() * 1e3
+                );
+                self.evict(&key, host);
+                return Ok((output, StepPath::Recorded));
+            }
+            Attempt::Refused(refusal) => {
+                let reason = match self.cache.get_mut(&key) {
+                    Some(entry) => entry.lifecycle.refused(refusal),
+                    None => FallbackReason::CaptureBusy,
+                };
+                self.counters.refuse(&reason);
+                log::warn!("[{key}] not captured: {reason}");
+                reason
+            }
+            Attempt::Busy => FallbackReason::CaptureBusy,
+        };
+        self.require(&reason)?;
+        let started = Instant::now();
+        let (output, _) = host.eager(Watch::Off)?;
+        self.count_eager(Some(&key), started, &reason);
+        Ok((output, StepPath::Eager(reason)))
+    }
+
+    fn replay<H>(&mut self, key: ShapeKey, host: &mut H) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let started = Instant::now();
+        let Some(entry) = self.cache.get_mut(&key) else {
+            return self.stay(None, FallbackReason::CaptureBusy, host);
+        };
+        let Some(graph) = entry.graph.as_ref() else {
+            entry.lifecycle.evicted();
+            return self.stay(Some(&key), FallbackReason::CaptureBusy, host);
+        };
+        match host.replay(graph) {
+            Ok(output) => {
+                entry.replays += 1;
+                self.counters.replayed += 1;
+                self.replay_times.add(started.elapsed());
+                Ok((output, StepPath::Replayed))
+            }
+            Err(detail) => {
+                log::error!("[{key}] replay failed: {detail}");
+                Err(StepError::Replay {
+                    key: Box::new(key),
+                    detail,
+                })
+            }
+        }
+    }
+
+    fn evict<H>(&mut self, keep: &ShapeKey, host: &mut H)
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        while let Some(victim) =
+            self.cache
+                .over_bounds(self.config.max_graphs, self.config.max_bytes, keep)
+        {
+            if let Some(entry) = self.cache.get_mut(&victim) {
+                entry.graph = None;
+                entry.lifecycle.evicted();
+                log::info!("[{victim}] evicted, giving back {} bytes", entry.bytes);
+                entry.bytes = 0;
+            }
+            self.counters.evictions += 1;
+            host.released();
+        }
+    }
+
+    /// Forget every entry: the state was changed from outside, or the step is to warm up anew.
+    pub fn invalidate(&mut self) -> usize {
+        let sealed = self.cache.clear();
+        self.counters.invalidations += sealed as u64;
+        self.last_key = None;
+        self.unsettled = 0;
+        sealed
+    }
+
+    fn require(&self, reason: &FallbackReason) -> Result<(), StepError> {
+        match self.config.policy {
+            Policy::Fallback => Ok(()),
+            Policy::RequireGraph => Err(StepError::GraphRequired {
+                reason: reason.clone(),
+            }),
+        }
+    }
+
+    /// An unwatched eager step, whose time counts: watching costs time that plain steps do not pay.
+    fn count_eager(&mut self, key: Option<&ShapeKey>, started: Instant, reason: &FallbackReason) {
+        self.counters.eager += 1;
+        self.counters.fall_back(reason);
+        self.eager_times.add(started.elapsed());
+        if let Some(entry) = key.and_then(|key| self.cache.get_mut(key)) {
+            entry.eager += 1;
+        }
+    }
+
+    fn rate_moved(&self, key: &ShapeKey) -> Option<FallbackReason> {
+        let last = self.last_key.as_ref()?;
+        (key.differs_in_rate_only(last) && !self.cache.contains(key)).then(|| {
+            FallbackReason::LearningRateMoved {
+                before: last.learning_rate(),
+                after: key.learning_rate(),
+            }
+        })
+    }
+
+    pub fn report(&self) -> Report {
+        let mut entries: Vec<EntryReport> = self
+            .cache
+            .iter()
+            .map(|(key, entry)| EntryReport {
+                key: key.clone(),
+                phase: entry.lifecycle.name().to_string(),
+                bytes: entry.sealed_bytes().unwrap_or(0),
+                eager: entry.eager,
+                replayed: entry.replays,
+                refusal: entry.lifecycle.refusal().cloned(),
+            })
+            .collect();
+        entries.sort_by_key(|entry| core::cmp::Reverse((entry.replayed, entry.eager)));
+        debug_assert!(
+            self.cache
+                .iter()
+                .all(|(_, entry)| entry.lifecycle.is_sealed() == entry.graph.is_some())
+        );
+        Report::new(
+            &self.counters,
+            entries,
+            match self.eager_times.is_empty() {
+                true => &self.warmup_times,
+                false => &self.eager_times,
+            },
+            &self.replay_times,
+            &self.capture_times,
+            self.launches_eager,
+            self.launches_replay,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    /// A host whose state is a counter: right means one more after every call that returns, whatever path it took.
+    #[derive(Default)]
+    struct Scripted {
+        value: u64,
+        /// Consumed front to back by `record`.
+        windows: Vec<Outcome>,
+        panics_eager: bool,
+        operations: u64,
+        live_graphs: std::rc::Rc<std::cell::Cell<i64>>,
+        released: u64,
+        opened: u64,
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Outcome {
+        Seal,
+        Room,
+        Other,
+        Final,
+        Busy,
+        Panic,
+    }
+
+    struct Graph(std::rc::Rc<std::cell::Cell<i64>>);
+    impl Drop for Graph {
+        fn drop(&mut self) {
+            self.0.set(self.0.get() - 1);
+        }
+    }
+
+    impl StepHost for Scripted {
+        type Fingerprint = u64;
+        type Graph = Graph;
+        type Output = u64;
+
+        fn eager(&mut self, watch: Watch) -> Result<(u64, Option<u64>), StepError> {
+            assert!(!self.panics_eager, "scripted");
+            self.value += 1;
+            Ok((self.value, (watch != Watch::Off).then_some(self.operations)))
+        }
+        fn compare(before: Option<&u64>, now: &u64) -> Verdict {
+            match before {
+                None => Verdict::First,
+                Some(before) if before == now => Verdict::Same,
+                Some(_) => Verdict::Differs(FallbackReason::UnstableOperations {
+                    index: 0,
+                    before: "a".into(),
+                    after: "b".into(),
+                }),
+            }
+        }
+        fn record(&mut self, _attempt: u32) -> Result<Attempt<Graph, u64>, StepError> {
+            self.opened += 1;
+            let outcome = match self.windows.is_empty() {
+                true => Outcome::Seal,
+                false => self.windows.remove(0),
+            };
+            Ok(match outcome {
+                Outcome::Seal => {
+                    self.value += 1;
+                    self.live_graphs.set(self.live_graphs.get() + 1);
+                    Attempt::Sealed {
+                        graph: Graph(self.live_graphs.clone()),
+                        output: self.value,
+                    }
+                }
+                Outcome::Room => Attempt::Refused(Refusal::Room {
+                    reserve_bytes: 1,
+                    detail: "No room".into(),
+                }),
+                Outcome::Other => Attempt::Refused(Refusal::Other {
+                    detail: "other".into(),
+                }),
+                Outcome::Final => Attempt::Refused(Refusal::Final(FallbackReason::HostRead {
+                    detail: "read".into(),
+                })),
+                Outcome::Busy => Attempt::Busy,
+                Outcome::Panic => panic!("scripted"),
+            })
+        }
+        fn replay(&mut self, _graph: &Graph) -> Result<u64, String> {
+            self.value += 1;
+            Ok(self.value)
+        }
+        fn bytes(_graph: &Graph) -> u64 {
+            100
+        }
+        fn launches(_fingerprint: &u64) -> Option<u64> {
+            Some(50)
+        }
+        fn launches_per_replay(_graph: &Graph) -> Option<u64> {
+            Some(3)
+        }
+        fn released(&mut self) {
+            self.released += 1;
+        }
+    }
+
+    fn key(id: u64) -> ShapeKey {
+        ShapeKey {
+            tensors: vec![],
+            host: vec![crate::HostField::Int(id as i64)],
+            learning_rate_bits: 1,
+        }
+    }
+
+    /// A small reproducible generator: the programs must be the same on every machine.
+    struct Lcg(u64);
+    impl Lcg {
+        fn below(&mut self, n: u64) -> u64 {
+            self.0 = self
+                .0
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (self.0 >> 33) % n
+        }
+    }
+
+    /// Random programs of keys, refusals, busy windows, panics, evictions and invalidations: every call that
+    /// returns took exactly one step, the counts sum to the steps, and no graph outlives its entry.
+    #[test]
+    fn every_call_takes_one_step_whatever_happens() {
+        for seed in 0..300u64 {
+            let mut random = Lcg(seed);
+            let config = GraphConfig::new()
+                .with_max_graphs(1 + random.below(3) as usize)
+                .with_warmup(2 + random.below(3) as u32)
+                .with_room_retries(random.below(3) as u32);
+            let max_graphs = config.max_graphs;
+            let mut engine = Engine::new(config);
+            let mut host = Scripted::default();
+            let (mut steps, mut panics) = (0u64, 0u64);
+            for _ in 0..200 {
+                if random.below(4) == 0 {
+                    let outcome = [
+                        Outcome::Seal,
+                        Outcome::Room,
+                        Outcome::Other,
+                        Outcome::Final,
+                        Outcome::Busy,
+                        Outcome::Panic,
+                    ][random.below(6) as usize];
+                    host.windows = vec![outcome];
+                }
+                host.panics_eager = random.below(25) == 0;
+                host.operations = u64::from(random.below(30) == 0);
+                if random.below(60) == 0 {
+                    engine.invalidate();
+                }
+                let before = host.value;
+                let id = random.below(5);
+                match catch_unwind(AssertUnwindSafe(|| engine.step(key(id), None, &mut host))) {
+                    Ok(result) => {
+                        let (output, _) = result.expect("the fallback policy never errs here");
+                        steps += 1;
+                        assert_eq!(host.value, before + 1, "seed {seed}");
+                        assert_eq!(output, host.value);
+                    }
+                    Err(_) => {
+                        panics += 1;
+                        assert_eq!(
+                            host.value, before,
+                            "a panicking call takes no step, seed {seed}"
+                        );
+                    }
+                }
+                let report = engine.report();
+                assert_eq!(
+                    report.eager + report.recorded + report.replayed,
+                    steps,
+                    "seed {seed}"
+                );
+                assert!(report.graphs_held <= max_graphs, "seed {seed}");
+                assert_eq!(
+                    host.live_graphs.get(),
+                    report.graphs_held as i64,
+                    "seed {seed}"
+                );
+                assert_eq!(report.bytes_held, 100 * report.graphs_held as u64);
+            }
+            assert!(steps + panics == 200);
+            drop(engine);
+            assert_eq!(host.live_graphs.get(), 0);
+        }
+    }
+
+    /// Ten steps with a warm-up of three are three eager ones, one recorded and six replayed: a capture is not
+    /// counted as a replay.
+    #[test]
+    fn a_recording_is_not_counted_as_a_replay() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted::default();
+        for _ in 0..10 {
+            engine.step(key(0), None, &mut host).expect("runs");
+        }
+        let report = engine.report();
+        assert_eq!((report.eager, report.recorded, report.replayed), (3, 1, 6));
+        assert_eq!(report.captures, 1);
+        assert_eq!(report.launches_saved_per_step, Some(47));
+    }
+
+    /// A step whose key never settles: a reason, one entry per key at most, no window, no replay.
+    #[test]
+    fn a_never_settling_stream_of_keys_is_named() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted::default();
+        for id in 0..100 {
+            let (_, path) = engine.step(key(id), None, &mut host).expect("runs");
+            match (id as usize) < UNSETTLED_KEYS {
+                true => assert!(matches!(
+                    path,
+                    StepPath::Eager(FallbackReason::WarmingUp { .. })
+                )),
+                false => assert!(matches!(
+                    path,
+                    StepPath::Eager(FallbackReason::NeverSettles { .. })
+                )),
+            }
+        }
+        assert_eq!((host.opened, engine.report().replayed), (0, 0));
+        // A key that does stay is still recorded.
+        for _ in 0..4 {
+            engine.step(key(1000), None, &mut host).expect("runs");
+        }
+        let (_, path) = engine.step(key(1000), None, &mut host).expect("runs");
+        assert!(matches!(path, StepPath::Recorded), "{path:?}");
+    }
+
+    /// A required graph that cannot be had is an error, and the step is not taken.
+    #[test]
+    fn require_graph_takes_no_step_it_cannot_replay() {
+        let mut engine = Engine::new(GraphConfig::new().with_policy(Policy::RequireGraph));
+        let mut host = Scripted {
+            windows: vec![Outcome::Final],
+            ..Default::default()
+        };
+        for _ in 0..3 {
+            engine
+                .step(key(0), None, &mut host)
+                .expect("warm-up is allowed");
+        }
+        for _ in 0..2 {
+            let error = engine
+                .step(key(0), None, &mut host)
+                .map(|_| ())
+                .expect_err("no graph");
+            assert!(matches!(
+                error,
+                StepError::GraphRequired {
+                    reason: FallbackReason::HostRead { .. }
+                }
+            ));
+            assert!(error.is_retryable());
+            assert_eq!(host.value, 3);
+        }
+    }
+
+    /// A learning rate that moves is named as such, not as a warm-up without end.
+    #[test]
+    fn a_moving_learning_rate_is_named() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted::default();
+        let mut at = |rate: f64| {
+            let key = ShapeKey {
+                learning_rate_bits: rate.to_bits(),
+                ..key(0)
+            };
+            engine.step(key, None, &mut host).expect("runs").1
+        };
+        at(0.1);
+        assert_eq!(
+            at(0.2),
+            StepPath::Eager(FallbackReason::LearningRateMoved {
+                before: 0.1,
+                after: 0.2
+            })
+        );
+    }
+}

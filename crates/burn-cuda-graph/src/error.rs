@@ -1,0 +1,284 @@
+//! Errors and fallback reasons.
+//!
+//! A fallback is a value: the step ran, eagerly, with the result it would have had without us. An error means
+//! that the step did not run; the state is what it was before the call, except where a variant says otherwise.
+
+use crate::shape_key::ShapeKey;
+use serde::{Deserialize, Serialize};
+
+/// Why a step ran eagerly. The `Display` text names the remedy where there is one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum FallbackReason {
+    /// The key is not stable for long enough yet.
+    #[error("warming up: {done} of {needed} stable steps of this key seen")]
+    WarmingUp {
+        /// Stable steps seen, this one included.
+        done: u32,
+        /// Stable steps needed before the key is recorded.
+        needed: u32,
+    },
+    /// The device has no graphs.
+    #[error(
+        "the device has no graphs: {backend}; use Device::cuda (feature `cuda`) or Device::wgpu (feature `wgpu`)"
+    )]
+    Unsupported {
+        /// The device, and what it lacks.
+        backend: String,
+    },
+    /// The step draws random numbers, whose seed a recording would freeze.
+    #[error(
+        "the step draws random numbers ({operation}, shape {shape:?}): a replay would draw the same ones each time; \
+         draw them outside the step and pass them in the batch, or remove the dropout or noise layer"
+    )]
+    RandomOperation {
+        /// The operation.
+        operation: String,
+        /// Shape of its output.
+        shape: Vec<usize>,
+    },
+    /// A host scalar of an operation changes from step to step, and a recording would freeze it.
+    #[error(
+        "operation {index} ({operation}) takes the host scalar {after} where the step before took {before}: a replay \
+         would freeze it; stock optimizers with a step counter (Adam and its kin) do this, plain SGD does not"
+    )]
+    MovingScalar {
+        /// The operation.
+        operation: String,
+        /// Its place in the step.
+        index: usize,
+        /// The scalar in the step before.
+        before: String,
+        /// The scalar now.
+        after: String,
+    },
+    /// The learning rate differs from that of the other steps with the same shapes.
+    #[error(
+        "the learning rate moved from {before} to {after}: launches hold it as a constant, so each rate needs a graph of \
+         its own; keep it constant for a while (at least the warm-up) to have its steps recorded"
+    )]
+    LearningRateMoved {
+        /// The rate of the step before with these shapes.
+        before: f64,
+        /// The rate now.
+        after: f64,
+    },
+    /// The step makes a tensor from host data, which a recording would freeze.
+    #[error(
+        "the step makes a tensor from host data ({dtype}, shape {shape:?}): a replay would use the recorded values for \
+         ever; make it outside the step, or pass it in the batch"
+    )]
+    HostData {
+        /// Element type.
+        dtype: String,
+        /// Shape.
+        shape: Vec<usize>,
+    },
+    /// The step reads the device: a value that a replay cannot hand back.
+    #[error(
+        "the step reads a tensor's values on the host: return the tensor as the step's output and read it after the \
+         step. The device said: {detail}"
+    )]
+    HostRead {
+        /// The device's own words.
+        detail: String,
+    },
+    /// The step carries a tensor over to the next step that is not part of its state.
+    #[error(
+        "the step uses a tensor that the step before made ({operation}, shape {shape:?}) and that is not part of its \
+         declared state: a replay would use the recorded one for ever; optimizers with state (momentum, Adam) and \
+         tensors kept inside the closure do this"
+    )]
+    HiddenState {
+        /// The operation that uses it.
+        operation: String,
+        /// Shape of the tensor.
+        shape: Vec<usize>,
+    },
+    /// Two steps with equal keys ran different operations.
+    #[error(
+        "two steps with equal shapes ran different operations: operation {index} was {before}, now it is {after}; a \
+         branch on data or on a counter does this"
+    )]
+    UnstableOperations {
+        /// Place of the first difference.
+        index: usize,
+        /// The operation in the step before.
+        before: String,
+        /// The operation now.
+        after: String,
+    },
+    /// The window closed without a graph.
+    #[error("the recording was refused: {detail}")]
+    Refused {
+        /// The device's own words.
+        detail: String,
+    },
+    /// The memory held had no room for the recording, even with the largest headroom reserve tried.
+    #[error(
+        "no room for the recording after {attempts} attempts, the last with a reserve of {reserve_bytes} bytes: {detail}"
+    )]
+    NoRoom {
+        /// Windows tried.
+        attempts: u32,
+        /// Bytes reserved for the last one.
+        reserve_bytes: u64,
+        /// The device's own words.
+        detail: String,
+    },
+    /// Too many different keys came by for any of them to settle.
+    #[error(
+        "{keys} different shape keys came by without one staying for the warm-up: pad the batches to a few fixed \
+         shapes, or drop the last partial batch"
+    )]
+    NeverSettles {
+        /// Keys seen.
+        keys: usize,
+    },
+    /// A tensor of the batch or the state is quantized.
+    #[error(
+        "tensor {index} of the {place} is quantized ({dtype}): only float, int and bool tensors can be recorded"
+    )]
+    Quantized {
+        /// `batch` or `state`.
+        place: String,
+        /// Its place.
+        index: usize,
+        /// Element type.
+        dtype: String,
+    },
+    /// A tensor of the batch has no elements.
+    #[error(
+        "tensor {index} of the batch has no elements (shape {shape:?}): it has no buffer that a graph could read"
+    )]
+    EmptyTensor {
+        /// Its place.
+        index: usize,
+        /// Shape.
+        shape: Vec<usize>,
+    },
+    /// Another window is open on this device; the step is recorded at a later call.
+    #[error("another recording is under way on this device; this step is recorded at a later call")]
+    CaptureBusy,
+}
+
+impl FallbackReason {
+    /// A short name, stable across releases: what the report counts by.
+    pub fn name(&self) -> &'static str {
+        match self {
+            FallbackReason::WarmingUp { .. } => "warming-up",
+            FallbackReason::Unsupported { .. } => "unsupported",
+            FallbackReason::RandomOperation { .. } => "random-operation",
+            FallbackReason::MovingScalar { .. } => "moving-scalar",
+            FallbackReason::LearningRateMoved { .. } => "learning-rate-moved",
+            FallbackReason::HostData { .. } => "host-data",
+            FallbackReason::HostRead { .. } => "host-read",
+            FallbackReason::HiddenState { .. } => "hidden-state",
+            FallbackReason::UnstableOperations { .. } => "unstable-operations",
+            FallbackReason::Refused { .. } => "refused",
+            FallbackReason::NoRoom { .. } => "no-room",
+            FallbackReason::NeverSettles { .. } => "never-settles",
+            FallbackReason::Quantized { .. } => "quantized",
+            FallbackReason::EmptyTensor { .. } => "empty-tensor",
+            FallbackReason::CaptureBusy => "capture-busy",
+        }
+    }
+
+    /// Whether the step is on its way to a graph rather than kept from one.
+    pub fn is_transient(&self) -> bool {
+        matches!(
+            self,
+            FallbackReason::WarmingUp { .. }
+                | FallbackReason::CaptureBusy
+                | FallbackReason::LearningRateMoved { .. }
+        )
+    }
+}
+
+/// A call that did not run its step.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepError {
+    /// A tensor of the batch is on another device than the state.
+    #[error(
+        "tensor {index} of the batch is on {found}, the state is on {expected}: move the batch with `to_device`; the \
+         state is unchanged"
+    )]
+    BatchDevice {
+        /// Its place in the batch.
+        index: usize,
+        /// The state's device.
+        expected: String,
+        /// The tensor's device.
+        found: String,
+    },
+    /// The batch holds no samples.
+    #[error(
+        "tensor {index} of the batch has shape {shape:?}, which holds no samples: drop empty batches in the loader; the \
+         state is unchanged"
+    )]
+    EmptyBatch {
+        /// Its place in the batch.
+        index: usize,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// The state is spread over several devices.
+    #[error("the state is on {}: move all of it to one device", devices.join(" and "))]
+    StateDevices {
+        /// The devices found.
+        devices: Vec<String>,
+    },
+    /// The state holds no tensor.
+    #[error("the state holds no tensor, so there is no device to run on: build the model first")]
+    EmptyState,
+    /// The learning rate is not a number.
+    #[error("the learning rate is {value}: it must be finite; the state is unchanged")]
+    LearningRate {
+        /// The value given.
+        value: f64,
+    },
+    /// [`Policy::RequireGraph`](crate::Policy::RequireGraph) is set and the step cannot run as a graph. It did
+    /// not run; the state is unchanged.
+    #[error("a graph is required, and this step cannot run as one: {reason}")]
+    GraphRequired {
+        /// Why not.
+        reason: FallbackReason,
+    },
+    /// A `TensorTree` or `StepState` implementation visits and maps different numbers of tensors.
+    #[error(
+        "the {place} visits {visited} tensors but maps {mapped}: its implementation must walk the same tensors"
+    )]
+    TreeMismatch {
+        /// `batch`, `output` or `state`.
+        place: String,
+        /// Tensors visited.
+        visited: usize,
+        /// Tensors mapped.
+        mapped: usize,
+    },
+    /// The device could not enqueue a replay. The step did not run; the buffers the graph writes may be
+    /// unreadable until a replay succeeds.
+    #[error("replay of the graph for [{key}] failed: {detail}")]
+    Replay {
+        /// The graph's key.
+        key: Box<ShapeKey>,
+        /// The device's own words.
+        detail: String,
+    },
+    /// The device failed outside a replay.
+    #[error("the device failed while {doing}: {detail}")]
+    Device {
+        /// What was under way.
+        doing: String,
+        /// The device's own words.
+        detail: String,
+    },
+}
+
+impl StepError {
+    /// Whether the call can be made again with another batch or policy: nothing was run and the state is intact.
+    pub fn is_retryable(&self) -> bool {
+        !matches!(self, StepError::Replay { .. } | StepError::Device { .. })
+    }
+}

@@ -1,0 +1,485 @@
+//! What a step did, so that two steps can be compared before one is recorded.
+//!
+//! A recording freezes everything that is not a device buffer: a host scalar, a seed, a tensor that another one
+//! replaces. None of that shows up as an error later, training just goes wrong. So warm-up steps are watched: every
+//! operation they register, with shapes, dtypes and scalars, and which tensors they take from outside. Two steps
+//! with the same fingerprint differ in the contents of their buffers alone, which is what a replay can follow.
+//!
+//! The observer is process-wide and hears every thread. A step's own operations are the ones connected, through the
+//! tensors they share, to its state, its batch or its output; a loader uploading on another thread is not.
+
+use crate::error::FallbackReason;
+use crate::lifecycle::Verdict;
+use burn_fusion::observer::FusionObserver;
+use burn_ir::{
+    FloatOperationIr, IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr,
+    TensorStatus,
+};
+use cubecl_runtime::logging::LaunchObserver;
+use std::collections::{HashMap, HashSet};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Collects what the fusion server registers and what the device is given, while it is installed.
+#[derive(Debug, Default)]
+pub(crate) struct Recorder {
+    operations: Mutex<Vec<OperationIr>>,
+    launches: AtomicU64,
+}
+
+impl Recorder {
+    pub fn take(&self) -> Vec<OperationIr> {
+        core::mem::take(&mut *self.operations.lock().unwrap_or_else(|p| p.into_inner()))
+    }
+    pub fn launches(&self) -> u64 {
+        self.launches.load(Ordering::Relaxed)
+    }
+}
+
+impl FusionObserver for Recorder {
+    fn registered(&self, operation: &OperationIr) {
+        // Drops say when the host lets go of a tensor, which may differ between two equal steps.
+        if !matches!(operation, OperationIr::Drop(_)) {
+            let mut operations = self.operations.lock().unwrap_or_else(|p| p.into_inner());
+            operations.push(operation.clone());
+        }
+    }
+    fn block_starts(&self, _block: burn_fusion::observer::BlockOperations<'_>) {}
+    fn block_ran(&self) {}
+}
+
+impl LaunchObserver for Recorder {
+    fn launched(&self, _kernel: &'static str) {
+        self.launches.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The tensors of a step as the fusion server numbers them.
+#[derive(Debug, Default)]
+pub(crate) struct StepTensors {
+    pub state_before: Vec<u64>,
+    pub batch: Vec<u64>,
+    pub state_after: Vec<u64>,
+    pub outputs: Vec<u64>,
+}
+
+/// What one step did.
+#[derive(Debug)]
+pub(crate) struct Fingerprint {
+    /// Its operations, tensors numbered by first appearance.
+    operations: Vec<OperationIr>,
+    /// Tensors from outside that are neither state nor batch: the server's id, and where it is first used.
+    constants: Vec<(u64, usize)>,
+    /// The server's ids of everything it made.
+    made: HashSet<u64>,
+    /// State and outputs after it, as numbers: which operation result each is.
+    results: Vec<u64>,
+    pub launches: Option<u64>,
+    never: Option<FallbackReason>,
+}
+
+impl Fingerprint {
+    /// The fingerprint of the step that registered `operations` (and maybe others' operations among them).
+    pub fn new(operations: Vec<OperationIr>, tensors: &StepTensors, launches: Option<u64>) -> Self {
+        let mut operations = connected(operations, tensors);
+        let never = operations.iter().find_map(refused);
+        let made: HashSet<u64> = operations
+            .iter()
+            .flat_map(|operation| operation.outputs().map(|tensor| tensor.id.value()))
+            .collect();
+
+        let mut numbers = Numbers::default();
+        for id in tensors.state_before.iter().chain(&tensors.batch) {
+            numbers.of(*id);
+        }
+        let mut constants = Vec::new();
+        for (index, operation) in operations.iter_mut().enumerate() {
+            for input in operation.inputs() {
+                let id = input.id.value();
+                if !numbers.known(id) && !made.contains(&id) {
+                    constants.push((id, index));
+                }
+                numbers.of(id);
+            }
+            operation.visit_mut(&mut numbers);
+        }
+        let results = tensors
+            .state_after
+            .iter()
+            .chain(&tensors.outputs)
+            .map(|id| numbers.of(*id))
+            .collect();
+        Self {
+            operations,
+            constants,
+            made,
+            results,
+            launches,
+            never,
+        }
+    }
+
+    /// Compare this step with the one of the same key before it.
+    pub fn compare(before: Option<&Fingerprint>, now: &Fingerprint) -> Verdict {
+        if let Some(reason) = &now.never {
+            return Verdict::Never(reason.clone());
+        }
+        let Some(before) = before else {
+            return Verdict::First;
+        };
+        if let Some(reason) = now.first_difference(before) {
+            return Verdict::Differs(reason);
+        }
+        for (now_constant, before_constant) in now.constants.iter().zip(&before.constants) {
+            if now_constant.0 != before_constant.0 {
+                let operation = &now.operations[now_constant.1];
+                let shape = operation
+                    .inputs()
+                    .map(|input| input.shape.iter().copied().collect())
+                    .next()
+                    .unwrap_or_default();
+                log::debug!(
+                    "tensor {} is carried over, made by the step before: {}",
+                    now_constant.0,
+                    before.made.contains(&now_constant.0)
+                );
+                return Verdict::Differs(FallbackReason::HiddenState {
+                    operation: name(operation),
+                    shape,
+                });
+            }
+        }
+        Verdict::Same
+    }
+
+    fn first_difference(&self, before: &Fingerprint) -> Option<FallbackReason> {
+        let ended = || "the end of the step".to_string();
+        for index in 0..self.operations.len().max(before.operations.len()) {
+            match (before.operations.get(index), self.operations.get(index)) {
+                (Some(old), Some(new)) if old == new => {}
+                (Some(old), Some(new)) => {
+                    let (mut old_scalars, mut new_scalars) =
+                        (Scalars::default(), Scalars::default());
+                    let (mut old_bare, mut new_bare) = (old.clone(), new.clone());
+                    old_bare.visit_mut(&mut old_scalars);
+                    new_bare.visit_mut(&mut new_scalars);
+                    if old_bare == new_bare {
+                        let moved = old_scalars
+                            .0
+                            .iter()
+                            .zip(&new_scalars.0)
+                            .find(|(a, b)| a != b);
+                        return Some(FallbackReason::MovingScalar {
+                            operation: name(new),
+                            index,
+                            before: moved.map(|(a, _)| scalar(a)).unwrap_or_default(),
+                            after: moved.map(|(_, b)| scalar(b)).unwrap_or_default(),
+                        });
+                    }
+                    return Some(FallbackReason::UnstableOperations {
+                        index,
+                        before: describe(old),
+                        after: describe(new),
+                    });
+                }
+                (old, new) => {
+                    return Some(FallbackReason::UnstableOperations {
+                        index,
+                        before: old.map_or_else(ended, describe),
+                        after: new.map_or_else(ended, describe),
+                    });
+                }
+            }
+        }
+        (self.results != before.results).then(|| FallbackReason::UnstableOperations {
+            index: self.operations.len(),
+            before: "other results kept as state or output".to_string(),
+            after: "other results kept as state or output".to_string(),
+        })
+    }
+}
+
+/// A reason why no recording can hold this operation.
+fn refused(operation: &OperationIr) -> Option<FallbackReason> {
+    let output = operation.outputs().next();
+    let shape = || {
+        output
+            .map(|out| out.shape.iter().copied().collect())
+            .unwrap_or_default()
+    };
+    match operation {
+        OperationIr::Float(_, FloatOperationIr::Random(_))
+        | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_))
+        | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_)) => {
+            Some(FallbackReason::RandomOperation {
+                operation: name(operation),
+                shape: shape(),
+            })
+        }
+        OperationIr::Init(_) => Some(FallbackReason::HostData {
+            dtype: output
+                .map(|out| format!("{:?}", out.dtype))
+                .unwrap_or_default(),
+            shape: shape(),
+        }),
+        OperationIr::Distributed(_) => Some(FallbackReason::Refused {
+            detail: format!("the step runs a collective operation ({})", name(operation)),
+        }),
+        _ => None,
+    }
+}
+
+/// The operations that share tensors, directly or through others, with the step's own tensors.
+fn connected(operations: Vec<OperationIr>, tensors: &StepTensors) -> Vec<OperationIr> {
+    let mut users: HashMap<u64, Vec<usize>> = HashMap::new();
+    for (index, operation) in operations.iter().enumerate() {
+        for tensor in operation.inputs().chain(operation.outputs()) {
+            users.entry(tensor.id.value()).or_default().push(index);
+        }
+    }
+    let mut reached = vec![false; operations.len()];
+    let mut seen: HashSet<u64> = HashSet::new();
+    let mut open: Vec<u64> = tensors
+        .state_before
+        .iter()
+        .chain(&tensors.batch)
+        .chain(&tensors.state_after)
+        .chain(&tensors.outputs)
+        .copied()
+        .collect();
+    while let Some(id) = open.pop() {
+        if !seen.insert(id) {
+            continue;
+        }
+        for &index in users.get(&id).into_iter().flatten() {
+            if !core::mem::replace(&mut reached[index], true) {
+                let operation = &operations[index];
+                open.extend(
+                    operation
+                        .inputs()
+                        .chain(operation.outputs())
+                        .map(|t| t.id.value()),
+                );
+            }
+        }
+    }
+    operations
+        .into_iter()
+        .zip(reached)
+        .filter_map(|(operation, reached)| reached.then_some(operation))
+        .collect()
+}
+
+/// Numbers tensors by first appearance, and forgets what does not belong to the operation itself.
+#[derive(Default)]
+struct Numbers(HashMap<u64, u64>);
+
+impl Numbers {
+    fn of(&mut self, id: u64) -> u64 {
+        let next = self.0.len() as u64;
+        *self.0.entry(id).or_insert(next)
+    }
+    fn known(&self, id: u64) -> bool {
+        self.0.contains_key(&id)
+    }
+}
+
+impl IrVisitorMut for Numbers {
+    fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+        tensor.id = TensorId::new(self.of(tensor.id.value()));
+        // Whether the host held another handle at this moment; the values are the same either way.
+        tensor.status = TensorStatus::ReadOnly;
+    }
+}
+
+/// Collects an operation's scalars and blanks them.
+#[derive(Default)]
+struct Scalars(Vec<ScalarIr>);
+
+impl IrVisitorMut for Scalars {
+    fn visit_scalar_mut(&mut self, scalar: &mut ScalarIr) {
+        self.0.push(core::mem::replace(scalar, ScalarIr::Int(0)));
+    }
+}
+
+fn scalar(scalar: &ScalarIr) -> String {
+    match scalar {
+        ScalarIr::Float(value) => format!("{value}"),
+        ScalarIr::Int(value) => format!("{value}"),
+        ScalarIr::UInt(value) => format!("{value}"),
+        ScalarIr::Bool(value) => format!("{value}"),
+    }
+}
+
+/// The operation's name: the innermost variant, as in `MulScalar` or `Random`.
+fn name(operation: &OperationIr) -> String {
+    if let OperationIr::Custom(custom) = operation {
+        return custom.id.clone();
+    }
+    let text = format!("{operation:?}");
+    let head = text.split(" {").next().unwrap_or_default();
+    let mut parts: Vec<&str> = head
+        .split(['(', ',', ' '])
+        .filter(|part| !part.is_empty())
+        .collect();
+    // The last part is the name of the description struct, the one before it the variant.
+    parts.pop();
+    parts
+        .last()
+        .map_or_else(|| head.to_string(), |part| part.to_string())
+}
+
+fn describe(operation: &OperationIr) -> String {
+    let shapes: Vec<String> = operation
+        .outputs()
+        .map(|out| format!("{:?}", out.shape.iter().copied().collect::<Vec<usize>>()))
+        .collect();
+    format!("{} -> {}", name(operation), shapes.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{DType, Shape};
+    use burn_ir::{BinaryOpIr, RandomOpIr, ScalarOpIr};
+
+    fn tensor(id: u64) -> TensorIr {
+        TensorIr {
+            id: TensorId::new(id),
+            shape: Shape::new([2, 3]),
+            status: TensorStatus::ReadWrite,
+            dtype: DType::F32,
+        }
+    }
+    fn add(lhs: u64, rhs: u64, out: u64) -> OperationIr {
+        OperationIr::NumericFloat(
+            DType::F32,
+            NumericOperationIr::Add(BinaryOpIr {
+                lhs: tensor(lhs),
+                rhs: tensor(rhs),
+                out: tensor(out),
+            }),
+        )
+    }
+    fn scale(lhs: u64, by: f64, out: u64) -> OperationIr {
+        OperationIr::NumericFloat(
+            DType::F32,
+            NumericOperationIr::MulScalar(ScalarOpIr {
+                lhs: tensor(lhs),
+                rhs: ScalarIr::Float(by),
+                out: tensor(out),
+            }),
+        )
+    }
+    fn step(state: u64, batch: u64, after: u64, operations: Vec<OperationIr>) -> Fingerprint {
+        let tensors = StepTensors {
+            state_before: vec![state],
+            batch: vec![batch],
+            state_after: vec![after],
+            outputs: vec![],
+        };
+        Fingerprint::new(operations, &tensors, None)
+    }
+
+    /// The same step on other buffers is the same; a neighbour's operations do not belong to it.
+    #[test]
+    fn equal_steps_compare_equal_whatever_the_neighbours_do() {
+        let first = step(1, 2, 11, vec![scale(2, 0.5, 10), add(1, 10, 11)]);
+        let second = step(
+            11,
+            3,
+            21,
+            vec![
+                scale(900, 7.0, 901),
+                scale(3, 0.5, 20),
+                add(900, 901, 902),
+                add(11, 20, 21),
+            ],
+        );
+        assert_eq!(second.operations.len(), 2);
+        assert_eq!(Fingerprint::compare(None, &first), Verdict::First);
+        assert_eq!(Fingerprint::compare(Some(&first), &second), Verdict::Same);
+    }
+
+    /// Stock Adam's bias correction: the same operations, one scalar further.
+    #[test]
+    fn a_scalar_that_moves_is_named_with_both_values() {
+        let first = step(1, 2, 11, vec![scale(2, 0.5, 10), add(1, 10, 11)]);
+        let second = step(11, 3, 21, vec![scale(3, 0.25, 20), add(11, 20, 21)]);
+        assert_eq!(
+            Fingerprint::compare(Some(&first), &second),
+            Verdict::Differs(FallbackReason::MovingScalar {
+                operation: "MulScalar".into(),
+                index: 0,
+                before: "0.5".into(),
+                after: "0.25".into(),
+            })
+        );
+    }
+
+    /// A momentum buffer outside the state: each step takes the tensor that the one before made.
+    #[test]
+    fn a_tensor_carried_over_outside_the_state_is_named() {
+        let at = |momentum: u64, base: u64| {
+            step(
+                base,
+                base + 1,
+                base + 4,
+                vec![
+                    add(momentum, base + 1, base + 3),
+                    add(base, base + 3, base + 4),
+                ],
+            )
+        };
+        let (first, second) = (at(3, 100), at(103, 200));
+        assert!(matches!(
+            Fingerprint::compare(Some(&first), &second),
+            Verdict::Differs(FallbackReason::HiddenState { operation, .. }) if operation == "Add"
+        ));
+        // A true constant is none.
+        let (first, second) = (at(3, 100), at(3, 200));
+        assert_eq!(Fingerprint::compare(Some(&first), &second), Verdict::Same);
+    }
+
+    /// A branch that runs other operations, and one that keeps another result as the new state.
+    #[test]
+    fn other_operations_or_other_results_are_named() {
+        let first = step(1, 2, 11, vec![scale(2, 0.5, 10), add(1, 10, 11)]);
+        let longer = step(
+            11,
+            3,
+            21,
+            vec![scale(3, 0.5, 20), add(11, 20, 22), add(22, 20, 21)],
+        );
+        assert!(matches!(
+            Fingerprint::compare(Some(&first), &longer),
+            Verdict::Differs(FallbackReason::UnstableOperations { index: 2, .. })
+        ));
+        let other_result = step(11, 3, 20, vec![scale(3, 0.5, 20), add(11, 20, 21)]);
+        assert!(matches!(
+            Fingerprint::compare(Some(&first), &other_result),
+            Verdict::Differs(FallbackReason::UnstableOperations { .. })
+        ));
+    }
+
+    /// A random draw whose result reaches the state is refused at the first step; one on another thread is not ours.
+    #[test]
+    fn random_draws_are_refused_at_once() {
+        let draw = |out: u64| {
+            OperationIr::Float(
+                DType::F32,
+                FloatOperationIr::Random(RandomOpIr {
+                    out: tensor(out),
+                    distribution: burn::tensor::Distribution::Default,
+                }),
+            )
+        };
+        let drawn = step(1, 2, 11, vec![draw(10), add(1, 10, 11)]);
+        assert!(matches!(
+            Fingerprint::compare(None, &drawn),
+            Verdict::Never(FallbackReason::RandomOperation { operation, shape }) if operation == "Random" && shape == [2, 3]
+        ));
+        let neighbour = step(1, 2, 11, vec![draw(500), add(1, 2, 11)]);
+        assert_eq!(Fingerprint::compare(None, &neighbour), Verdict::First);
+    }
+}

@@ -1,0 +1,487 @@
+//! Runs, records and replays a step on a CubeCL device.
+//!
+//! The graph runs on graph-owned duplicates of the state, so what the state was before the window *is* the snapshot:
+//! a refused window taints the duplicates, the originals were never given to it. Once a state is graph-owned, a
+//! second graph over it takes its snapshot by copying. Between eager steps the state lives in ordinary tensors and
+//! the graph-owned ones are stale (`attached` is false); the next replay copies them in first.
+
+use crate::driver::{DeviceDriver, Prepared, SealedGraph, exclusive};
+use crate::engine::{Attempt, StepHost, Watch};
+use crate::error::{FallbackReason, StepError};
+use crate::fingerprint::{Recorder, StepTensors};
+use crate::lifecycle::{Refusal, Verdict};
+use crate::pool::{PageNeeds, Pinned, Pool, duplicate_like, id};
+use crate::state::{self, StepState};
+use crate::step::run_eager;
+use crate::support::Support;
+use crate::tensor::AnyTensor;
+use crate::tree::{self, TensorTree};
+use burn::tensor::Device;
+use burn_fusion::observer::FusionObservation;
+use burn_fusion::stream::StreamId;
+use cubecl_runtime::logging::LaunchObservation;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex};
+
+pub(crate) use crate::fingerprint::Fingerprint;
+
+/// What outlives a call: the pool, the stream, whether the state is in the pool's buffers.
+#[derive(Debug)]
+pub(crate) struct HostCore {
+    pool: Option<Pool>,
+    driver: DeviceDriver,
+    device: Device,
+    stream: StreamId,
+    support: Support,
+    /// The state's tensors are the pool's: a replay writes them.
+    attached: bool,
+}
+
+impl HostCore {
+    pub fn new(device: &Device, support: &Support) -> Self {
+        let usable = !matches!(support, Support::None { .. });
+        Self {
+            pool: usable.then(|| Pool::new(device)).flatten(),
+            driver: DeviceDriver::new(device.clone()),
+            device: device.clone(),
+            stream: StreamId::current(),
+            support: support.clone(),
+            attached: false,
+        }
+    }
+
+    /// The stream that graphs are captured on.
+    pub fn stream(&self) -> Stream {
+        Stream(self.stream)
+    }
+
+    /// Run `f` on that stream.
+    pub fn pinned<R>(&self, f: impl FnOnce() -> R) -> R {
+        self.stream.executes(f)
+    }
+
+    /// Let the graph-owned state go; every graph must be gone.
+    pub fn forget(&mut self) {
+        self.attached = false;
+        if let Some(pool) = &mut self.pool {
+            pool.state = None;
+            pool.trim();
+        }
+    }
+
+    /// Whether the state's tensors are written by replays, so that only duplicates of them may leave.
+    pub fn owns_state(&self) -> bool {
+        self.attached
+    }
+
+    /// A copy of `tensor` that no replay writes.
+    pub fn user_copy(&self, tensor: &AnyTensor) -> AnyTensor {
+        match self.attached {
+            true => duplicate_like(tensor),
+            false => tensor.clone(),
+        }
+    }
+
+    /// Wait for the device.
+    pub fn sync(&self) -> Result<(), String> {
+        self.device.sync().map_err(|err| err.to_string())
+    }
+}
+
+/// A logical stream to run on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stream(StreamId);
+
+impl Stream {
+    pub fn run<R>(self, f: impl FnOnce() -> R) -> R {
+        self.0.executes(f)
+    }
+}
+
+/// A sealed graph, its static inputs and its outputs.
+#[derive(Debug)]
+pub(crate) struct Sealed<O> {
+    graph: SealedGraph,
+    inputs: Pinned,
+    /// The recorded output, whose tensors every replay overwrites.
+    output: O,
+    bytes: u64,
+    launches: Option<u64>,
+}
+
+/// One call's host.
+pub(crate) struct Host<'a, S, B, O, F> {
+    pub core: &'a mut HostCore,
+    pub state: &'a mut S,
+    pub step: &'a F,
+    pub batch: &'a B,
+    pub lr: f64,
+    /// Wait for the device after each step, so that the call's time is the step's.
+    pub synced: bool,
+    pub output: core::marker::PhantomData<O>,
+}
+
+impl<S, B, O, F> StepHost for Host<'_, S, B, O, F>
+where
+    S: StepState,
+    B: TensorTree,
+    O: TensorTree,
+    F: Fn(&mut S, B, f64) -> O,
+{
+    type Fingerprint = Fingerprint;
+    type Graph = Sealed<O>;
+    type Output = O;
+
+    fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
+        if watch == Watch::Off || self.core.pool.is_none() {
+            let output = self.run_eager();
+            self.wait_if_timed()?;
+            return Ok((output, None));
+        }
+        // Observers are process-wide and the launch observer's slot is a stack: two watched steps at once would
+        // take each other's off.
+        static WATCHING: Mutex<()> = Mutex::new(());
+        let _watching = WATCHING
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        match watch {
+            Watch::Rehearse => self.rehearse(),
+            _ => {
+                let (output, fingerprint) = self.watch_eager()?;
+                Ok((output, Some(fingerprint)))
+            }
+        }
+    }
+
+    fn compare(before: Option<&Fingerprint>, now: &Fingerprint) -> Verdict {
+        Fingerprint::compare(before, now)
+    }
+
+    fn record(&mut self, attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+        let _window = exclusive();
+        self.record_exclusive(attempt)
+    }
+
+    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, String> {
+        let attached = self.core.attached;
+        let Some(pool) = self.core.pool.as_mut() else {
+            return Err("the graph's pool is gone".to_string());
+        };
+        if !attached {
+            let Some(owned) = pool.state.clone() else {
+                return Err("the graph's state is gone".to_string());
+            };
+            owned.write(&state::tensors_of(self.state))?;
+            *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
+            self.core.attached = true;
+        }
+        graph.inputs.write(&tree::tensors_of(self.batch))?;
+        graph.graph.replay(pool)?;
+        let output = copy_out(&graph.output);
+        if self.synced {
+            self.core.sync()?;
+        }
+        Ok(output)
+    }
+
+    fn bytes(graph: &Sealed<O>) -> u64 {
+        graph.bytes
+    }
+
+    fn launches(fingerprint: &Fingerprint) -> Option<u64> {
+        fingerprint.launches
+    }
+
+    fn launches_per_replay(graph: &Sealed<O>) -> Option<u64> {
+        graph.launches
+    }
+
+    fn released(&mut self) {
+        if let Some(pool) = &self.core.pool {
+            pool.trim();
+        }
+    }
+}
+
+/// The outputs of a replay, in buffers that the next replay does not write.
+fn copy_out<O: TensorTree>(output: &O) -> O {
+    output
+        .clone()
+        .map_tensors(&mut |tensor| duplicate_like(&tensor))
+}
+
+impl<S, B, O, F> Host<'_, S, B, O, F>
+where
+    S: StepState,
+    B: TensorTree,
+    O: TensorTree,
+    F: Fn(&mut S, B, f64) -> O,
+{
+    /// One step of plain Burn.
+    fn run_eager(&mut self) -> O {
+        let output = run_eager(self.state, self.step, self.batch, self.lr);
+        self.core.attached = false;
+        output
+    }
+
+    fn wait_if_timed(&self) -> Result<(), StepError> {
+        match self.synced {
+            true => self.core.sync(),
+            false => Ok(()),
+        }
+        .map_err(|detail| StepError::Device {
+            doing: "waiting for a step".into(),
+            detail,
+        })
+    }
+
+    fn watch_eager(&mut self) -> Result<(O, Fingerprint), StepError> {
+        let before = state::tensors_of(self.state);
+        if let Some(pool) = &self.core.pool {
+            pool.drain();
+        }
+        let recorder = Arc::new(Recorder::default());
+        let (output, launches) = {
+            let _operations = FusionObservation::new(recorder.clone());
+            let _launches = LaunchObservation::new(recorder.clone());
+            let output = self.run_eager();
+            self.state.settle();
+            if let Some(pool) = &self.core.pool {
+                pool.drain();
+                pool.settle_queue();
+            }
+            (output, recorder.launches())
+        };
+        let ids = |tensors: &[AnyTensor]| tensors.iter().map(id).collect::<Vec<u64>>();
+        let tensors = StepTensors {
+            state_before: ids(&before),
+            batch: ids(&tree::tensors_of(self.batch)),
+            state_after: ids(&state::tensors_of(self.state)),
+            outputs: ids(&tree::tensors_of(&output)),
+        };
+        let fingerprint = Fingerprint::new(recorder.take(), &tensors, Some(launches));
+        Ok((output, fingerprint))
+    }
+
+    /// The last step before a window: run with the stream prepared, so that everything a recorded launch needs
+    /// (metadata buffers of any size, pinned staging, tuned kernels) is there, and measured, so that the reserve
+    /// is known.
+    fn rehearse(&mut self) -> Result<(O, Option<Fingerprint>), StepError> {
+        let _window = exclusive();
+        if let Some(pool) = &self.core.pool {
+            pool.drain();
+            pool.trim();
+        }
+        // The guard borrows the driver, which the step does not touch.
+        let driver = DeviceDriver::new(self.core.device.clone());
+        let prepared = Prepared::new(&driver);
+        let (output, fingerprint) = self.watch_eager()?;
+        if let Some(pool) = &mut self.core.pool {
+            pool.needs = PageNeeds::after_step(&pool.report());
+        }
+        match prepared {
+            Ok(prepared) => {
+                drop(prepared);
+                Ok((output, Some(fingerprint)))
+            }
+            Err(detail) => {
+                log::debug!(
+                    "the stream could not be prepared, so this step rehearses nothing: {detail}"
+                );
+                Ok((output, None))
+            }
+        }
+    }
+
+    fn record_exclusive(&mut self, attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+        let device = |doing: &str| {
+            let doing = doing.to_string();
+            move |detail: String| StepError::Device { doing, detail }
+        };
+        let before = state::tensors_of(self.state);
+        let backup = self.state.clone();
+        let Some(pool) = self.core.pool.as_mut() else {
+            return Ok(Attempt::Busy);
+        };
+
+        // The state goes into graph-owned buffers; `snapshot` holds it outside of them.
+        let (owned, snapshot) = match (&pool.state, self.core.attached) {
+            (None, _) => {
+                let owned = Pinned::duplicate(&before).map_err(device("taking over the state"))?;
+                (owned, before.clone())
+            }
+            (Some(owned), true) => (
+                owned.clone(),
+                before.iter().map(duplicate_like).collect::<Vec<_>>(),
+            ),
+            (Some(owned), false) => {
+                owned
+                    .write(&before)
+                    .map_err(device("taking over the state"))?;
+                (owned.clone(), before.clone())
+            }
+        };
+        let batch = tree::tensors_of(self.batch);
+        let inputs = Pinned::duplicate(&batch).map_err(device("taking over the batch"))?;
+        let static_batch: B = {
+            let mut next = inputs.tensors.iter().zip(&batch);
+            self.batch
+                .clone()
+                .map_tensors(&mut |tensor| match next.next() {
+                    Some((owned, like)) => AnyTensor::lifted_like(owned.clone(), like),
+                    None => tensor,
+                })
+        };
+
+        pool.drain();
+        pool.trim();
+        let reserved_before = pool.bytes_reserved();
+        let prepared = match Prepared::new(&self.core.driver) {
+            Ok(prepared) => prepared,
+            Err(detail) => {
+                log::debug!("the stream could not be prepared: {detail}");
+                return Ok(Attempt::Busy);
+            }
+        };
+        // The write-back's launches, once outside the window: their kernels compile and their metadata is cached.
+        let warm = owned
+            .write(&snapshot)
+            .map_err(device("rehearsing the write-back"))?;
+        let reserve_bytes = match pool.needs.reserve(&pool.client, attempt) {
+            Ok(bytes) => bytes,
+            Err(detail) => {
+                return Ok(Attempt::Refused(Refusal::Room {
+                    reserve_bytes: pool.needs.bytes(attempt),
+                    detail: format!("the headroom reserve could not be had: {detail}"),
+                }));
+            }
+        };
+        self.core
+            .device
+            .sync()
+            .map_err(|err| device("preparing a recording")(err.to_string()))?;
+
+        *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
+        let window = match prepared.open() {
+            Ok(window) => window,
+            Err(detail) => {
+                *self.state = state::with_tensors(backup, &snapshot);
+                return Ok(Attempt::Refused(Refusal::Other { detail }));
+            }
+        };
+        let recorder = Arc::new(Recorder::default());
+        let recorded = {
+            let _launches = LaunchObservation::new(recorder.clone());
+            let (state, step, lr, owned) = (&mut *self.state, self.step, self.lr, &owned);
+            catch_unwind(AssertUnwindSafe(
+                || -> Result<(O, Vec<AnyTensor>), String> {
+                    let output = step(state, static_batch, lr);
+                    let after = state::tensors_of(state);
+                    owned.write(&after)?;
+                    // Off the tape, and launched: an output nobody asked for yet would be left out of the recording.
+                    let output = output.map_tensors(&mut |tensor| tensor.as_leaf());
+                    Pinned::hold(tree::tensors_of(&output))?;
+                    Ok((output, after))
+                },
+            ))
+        };
+        let sealed = window.seal();
+
+        let restore = |state: &mut S| *state = state::with_tensors(backup, &snapshot);
+        let (output, graph) = match (recorded, sealed) {
+            (Ok(Ok((output, _after))), Ok(graph)) => (output, graph),
+            (recorded, sealed) => {
+                restore(self.state);
+                self.core.attached = false;
+                let words = sealed.err();
+                return match recorded {
+                    Err(panic) => match refused_by_device(panic.as_ref()) {
+                        Some(detail) => {
+                            Ok(Attempt::Refused(Refusal::Final(FallbackReason::HostRead {
+                                detail,
+                            })))
+                        }
+                        None => resume_unwind(panic),
+                    },
+                    Ok(Err(detail)) => Ok(Attempt::Refused(refusal(
+                        words.map_or(detail.clone(), |words| format!("{detail}; {words}")),
+                        reserve_bytes,
+                    ))),
+                    Ok(Ok(_)) => Ok(Attempt::Refused(refusal(
+                        words.unwrap_or_default(),
+                        reserve_bytes,
+                    ))),
+                };
+            }
+        };
+
+        // What the recording computed was never computed; the state is the graph's buffers, still at their values
+        // from before the step, and the first replay takes the step.
+        *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
+        drop(snapshot);
+        let Some(pool) = self.core.pool.as_mut() else {
+            return Ok(Attempt::Busy);
+        };
+        pool.state = Some(owned);
+        self.core.attached = true;
+        graph
+            .replay(pool)
+            .map_err(device("running the first replay"))?;
+        let returned = copy_out(&output);
+        pool.drain();
+        pool.trim();
+        let guarded = pool.bytes_reserved().saturating_sub(reserved_before);
+        let outputs = tree::tensors_of(&output);
+        let inputs_bytes = inputs.bytes();
+        let launches = match self.core.support {
+            // The copy-in is one launch for all of a batch's tensors, the copy-out one per output.
+            Support::Hardware => Some(1 + u64::from(!batch.is_empty()) + outputs.len() as u64),
+            _ => Some(recorder.launches() + u64::from(!batch.is_empty()) + outputs.len() as u64),
+        };
+        log::debug!(
+            "recorded {} launches, {warm} of them write-back",
+            recorder.launches()
+        );
+        Ok(Attempt::Sealed {
+            graph: Sealed {
+                graph,
+                inputs,
+                output,
+                bytes: guarded + inputs_bytes,
+                launches,
+            },
+            output: returned,
+        })
+    }
+}
+
+/// Refusals that a larger reserve may cure, by CubeCL's own words: its typed error does not reach this far.
+fn refusal(detail: String, reserve_bytes: u64) -> Refusal {
+    match detail.contains("No room for") {
+        true => Refusal::Room {
+            reserve_bytes,
+            detail,
+        },
+        false => Refusal::Other { detail },
+    }
+}
+
+/// The device's words when a panic inside a window comes from an operation that a window refuses; a panic of the
+/// user's own is `None`.
+fn refused_by_device(panic: &(dyn core::any::Any + Send)) -> Option<String> {
+    let text = panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| panic.downcast_ref::<&str>().copied())?;
+    let lower = text.to_lowercase();
+    [
+        "capture window",
+        "stream_capture",
+        "while capturing",
+        "is capturing",
+        "graph capture",
+    ]
+    .iter()
+    .any(|words| lower.contains(words))
+    .then(|| text.to_string())
+}

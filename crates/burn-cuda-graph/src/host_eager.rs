@@ -1,0 +1,109 @@
+//! Runs steps in a build without a backend that records graphs: always eagerly.
+
+use crate::engine::{Attempt, StepHost, Watch};
+use crate::error::StepError;
+use crate::lifecycle::Verdict;
+use crate::state::StepState;
+use crate::step::run_eager;
+use crate::support::Support;
+use crate::tensor::AnyTensor;
+use crate::tree::TensorTree;
+use burn::tensor::Device;
+
+/// No step is watched in this build.
+pub(crate) type Fingerprint = core::convert::Infallible;
+
+/// No graph is sealed in this build.
+#[derive(Debug)]
+pub(crate) struct Sealed<O>(core::convert::Infallible, core::marker::PhantomData<O>);
+
+#[derive(Debug)]
+pub(crate) struct HostCore {
+    device: Device,
+}
+
+impl HostCore {
+    pub fn new(device: &Device, _support: &Support) -> Self {
+        Self {
+            device: device.clone(),
+        }
+    }
+    pub fn stream(&self) -> Stream {
+        Stream
+    }
+    pub fn pinned<R>(&self, f: impl FnOnce() -> R) -> R {
+        f()
+    }
+    pub fn forget(&mut self) {}
+    pub fn owns_state(&self) -> bool {
+        false
+    }
+    pub fn user_copy(&self, tensor: &AnyTensor) -> AnyTensor {
+        tensor.clone()
+    }
+    pub fn sync(&self) -> Result<(), String> {
+        self.device.sync().map_err(|err| err.to_string())
+    }
+}
+
+/// There are no streams in this build.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stream;
+
+impl Stream {
+    pub fn run<R>(self, f: impl FnOnce() -> R) -> R {
+        f()
+    }
+}
+
+pub(crate) struct Host<'a, S, B, O, F> {
+    pub core: &'a mut HostCore,
+    pub state: &'a mut S,
+    pub step: &'a F,
+    pub batch: &'a B,
+    pub lr: f64,
+    pub synced: bool,
+    pub output: core::marker::PhantomData<O>,
+}
+
+impl<S, B, O, F> StepHost for Host<'_, S, B, O, F>
+where
+    S: StepState,
+    B: TensorTree,
+    O: TensorTree,
+    F: Fn(&mut S, B, f64) -> O,
+{
+    type Fingerprint = Fingerprint;
+    type Graph = Sealed<O>;
+    type Output = O;
+
+    fn eager(&mut self, _watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
+        let output = run_eager(self.state, self.step, self.batch, self.lr);
+        if self.synced {
+            let doing = "waiting for a step".to_string();
+            self.core
+                .sync()
+                .map_err(|detail| StepError::Device { doing, detail })?;
+        }
+        Ok((output, None))
+    }
+    fn compare(_before: Option<&Fingerprint>, now: &Fingerprint) -> Verdict {
+        match *now {}
+    }
+    fn record(&mut self, _attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+        Ok(Attempt::Busy)
+    }
+    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, String> {
+        match graph.0 {}
+    }
+    fn bytes(graph: &Sealed<O>) -> u64 {
+        match graph.0 {}
+    }
+    fn launches(fingerprint: &Fingerprint) -> Option<u64> {
+        match *fingerprint {}
+    }
+    fn launches_per_replay(graph: &Sealed<O>) -> Option<u64> {
+        match graph.0 {}
+    }
+    fn released(&mut self) {}
+}

@@ -1,0 +1,416 @@
+//! Graph-owned tensors.
+//!
+//! A graph has addresses baked in. So every tensor it reads or writes from outside is one that the engine owns and
+//! never lets go of: the state, the static inputs, the outputs. Users get duplicates, or they would see a value they
+//! kept change under their hands at the next replay.
+//!
+//! Nothing may be allocated while a window is open, so a reserve is taken and dropped just before it, which leaves
+//! the pools holding that many empty pages (the *headroom reserve*).
+
+use crate::copy::{copy_all, same_buffer, same_memory};
+use crate::tensor::{AnyTensor, TensorKind};
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use burn::backend::{
+    BackendTensor, Dispatch, DispatchDevice, DispatchTensorKind, backend_extension,
+};
+use burn::tensor::Device;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fusion::{FusionBackend, FusionTensor};
+use cubecl::client::Client;
+use cubecl_runtime::memory_management::{MemoryPoolKind, MemoryReport, MemoryScope};
+
+type Runtime = <CubeBackend as FusionBackend>::FusionRuntime;
+
+/// Duplicating a tensor without changing how it lies in memory.
+///
+/// A kernel's choice, and with it the last bits of a sum, may depend on strides: a parameter made contiguous on its
+/// way into the pool could train differently from one that stayed as it was.
+#[backend_extension(Cube, Fusion)]
+pub(crate) trait PoolOps: burn::backend::Backend {
+    /// The same values and layout in a buffer of its own.
+    #[fusion(dtype = src, shape = src)]
+    fn graph_duplicate_float(src: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// The same values and layout in a buffer of its own.
+    #[fusion(dtype = src, shape = src)]
+    fn graph_duplicate_int(src: IntTensor<Self>) -> IntTensor<Self>;
+    /// The same values and layout in a buffer of its own.
+    #[fusion(dtype = src, shape = src)]
+    fn graph_duplicate_bool(src: BoolTensor<Self>) -> BoolTensor<Self>;
+}
+
+impl PoolOps for CubeBackend {
+    fn graph_duplicate_float(src: FloatTensor<Self>) -> FloatTensor<Self> {
+        duplicate_cube(src)
+    }
+    fn graph_duplicate_int(src: IntTensor<Self>) -> IntTensor<Self> {
+        duplicate_cube(src)
+    }
+    fn graph_duplicate_bool(src: BoolTensor<Self>) -> BoolTensor<Self> {
+        duplicate_cube(src)
+    }
+}
+
+fn duplicate_cube(src: CubeTensor) -> CubeTensor {
+    let src = burn_cubecl::kernel::untile(src);
+    let bytes = src.meta.shape().num_elements() * src.dtype.size();
+    let packed = src.is_nonoverlapping() && src.handle.size_in_used() == bytes as u64;
+    let (client, device) = (src.client.clone(), src.device.clone());
+    let handle = client.empty(bytes);
+    let copy = match packed {
+        true => CubeTensor::new(client, handle, (*src.meta).clone(), device, src.dtype),
+        false => {
+            CubeTensor::new_contiguous(client, device, src.meta.shape().clone(), handle, src.dtype)
+        }
+    };
+    copy_all(&[(src, copy.clone())]);
+    copy
+}
+
+/// The same values in a buffer of its own, off any tape. Lazy, like any operation.
+pub(crate) fn duplicate(tensor: &AnyTensor) -> AnyTensor {
+    let inner = tensor.clone().inner();
+    let dispatch = inner.dispatch.clone();
+    match inner.kind() {
+        TensorKind::Float => AnyTensor::from_float(burn::tensor::Tensor::<1>::from_dispatch(
+            <Dispatch as PoolOps>::graph_duplicate_float(dispatch),
+        )),
+        TensorKind::Int => {
+            AnyTensor::from_int(burn::tensor::Tensor::<1, burn::tensor::Int>::from_dispatch(
+                <Dispatch as PoolOps>::graph_duplicate_int(dispatch),
+            ))
+        }
+        TensorKind::Bool => AnyTensor::from_bool(
+            burn::tensor::Tensor::<1, burn::tensor::Bool>::from_dispatch(
+                <Dispatch as PoolOps>::graph_duplicate_bool(dispatch),
+            ),
+        ),
+    }
+}
+
+/// A user's copy of `tensor`: its own buffer, the same autodiff association.
+pub(crate) fn duplicate_like(tensor: &AnyTensor) -> AnyTensor {
+    AnyTensor::lifted_like(duplicate(tensor), tensor)
+}
+
+fn fusion_tensor(tensor: &AnyTensor) -> Option<FusionTensor<Runtime>> {
+    match tensor.clone().inner().dispatch.kind {
+        DispatchTensorKind::Cube(
+            BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
+        ) => Some(tensor),
+        _ => None,
+    }
+}
+
+/// The fusion server's id of the tensor.
+pub(crate) fn id(tensor: &AnyTensor) -> u64 {
+    fusion_tensor(tensor).map_or(u64::MAX, |tensor| tensor.id.value())
+}
+
+/// The device buffer of the tensor, once everything registered so far on its stream has been launched.
+pub(crate) fn resolve(tensor: &AnyTensor) -> Option<CubeTensor> {
+    let kind = tensor.kind();
+    let tensor = fusion_tensor(tensor)?;
+    let client = tensor.client.clone();
+    Some(match kind {
+        TensorKind::Float => client.resolve_tensor_float::<CubeBackend>(tensor),
+        TensorKind::Int => client.resolve_tensor_int::<CubeBackend>(tensor),
+        TensorKind::Bool => client.resolve_tensor_bool::<CubeBackend>(tensor),
+    })
+}
+
+/// The buffers of `tensors`, in order.
+pub(crate) fn resolve_all(tensors: &[AnyTensor]) -> Result<Vec<CubeTensor>, String> {
+    tensors
+        .iter()
+        .map(|tensor| {
+            resolve(tensor)
+                .ok_or_else(|| format!("a tensor is not on the step's device: {}", tensor.spec()))
+        })
+        .collect()
+}
+
+/// Tensors at fixed addresses.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Pinned {
+    /// As Burn sees them, off autodiff. Held, so that no operation writes them in place.
+    pub tensors: Vec<AnyTensor>,
+    buffers: Vec<CubeTensor>,
+}
+
+impl Pinned {
+    /// Duplicates of `tensors`.
+    pub fn duplicate(tensors: &[AnyTensor]) -> Result<Self, String> {
+        Self::hold(tensors.iter().map(duplicate).collect())
+    }
+
+    /// `tensors` themselves.
+    pub fn hold(tensors: Vec<AnyTensor>) -> Result<Self, String> {
+        let buffers = resolve_all(&tensors)?;
+        Ok(Self { tensors, buffers })
+    }
+
+    /// Overwrite the buffers with the values of `tensors`. Answers the number of launches.
+    pub fn write(&self, tensors: &[AnyTensor]) -> Result<u64, String> {
+        if tensors.len() != self.buffers.len() {
+            return Err(format!(
+                "{} tensors where {} are held",
+                tensors.len(),
+                self.buffers.len()
+            ));
+        }
+        let pairs: Vec<(CubeTensor, CubeTensor)> = resolve_all(tensors)?
+            .into_iter()
+            .zip(self.buffers.iter().cloned())
+            .collect();
+        for (index, (src, dst)) in pairs.iter().enumerate() {
+            if src.dtype != dst.dtype || src.meta.shape() != dst.meta.shape() {
+                return Err(format!(
+                    "tensor {index} became {:?} {:?} where {:?} {:?} is held",
+                    src.dtype,
+                    src.meta.shape(),
+                    dst.dtype,
+                    dst.meta.shape()
+                ));
+            }
+        }
+        // A value computed from the buffer of another one (two tensors swapped, say) must be read before that
+        // buffer is overwritten, so it goes through a buffer of its own.
+        let crossed = pairs.iter().any(|(src, dst)| {
+            !same_buffer(src, dst) && self.buffers.iter().any(|held| same_memory(src, held))
+        });
+        if !crossed {
+            return Ok(copy_all(&pairs));
+        }
+        let staged: Vec<(CubeTensor, CubeTensor)> = pairs
+            .into_iter()
+            .map(|(src, dst)| match same_buffer(&src, &dst) {
+                true => (src, dst),
+                false => (duplicate_cube(src), dst),
+            })
+            .collect();
+        Ok(staged.len() as u64 + copy_all(&staged))
+    }
+
+    /// Bytes of the buffers.
+    pub fn bytes(&self) -> u64 {
+        self.buffers
+            .iter()
+            .map(|buffer| buffer.handle.size_in_used())
+            .sum()
+    }
+}
+
+/// What one step needed of the memory pools, as pages to have ready.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct PageNeeds(Vec<PageNeed>);
+
+#[derive(Debug, Clone, Copy)]
+struct PageNeed {
+    /// Bytes of one reservation.
+    chunk: u64,
+    /// Reservations that fill a page.
+    per_page: u64,
+    /// Pages held after the step.
+    pages: u64,
+}
+
+/// Empty pages beyond what the rehearsal held: the window also holds the copies in and out.
+const SPARE_PAGES: u64 = 2;
+
+impl PageNeeds {
+    /// Read off the pools right after a step that began with no empty page: what is held now is what the step
+    /// needed at its peak.
+    pub fn after_step(report: &MemoryReport) -> Self {
+        let mut needs = Vec::new();
+        for pool in report
+            .streams
+            .iter()
+            .flat_map(|stream| &stream.pools.dynamic)
+        {
+            let (chunk, per_page) = match pool.kind {
+                // Pages sized after the largest allocation: one reservation of a page's size takes an empty page.
+                MemoryPoolKind::Adaptive { page_size, .. } => (page_size, 1),
+                // Many small slices share a page; a slice of the largest size is all the pool takes at once.
+                MemoryPoolKind::Sliced {
+                    page_size,
+                    max_slice_size,
+                } if max_slice_size < page_size && max_slice_size > 0 => {
+                    (max_slice_size, page_size / max_slice_size)
+                }
+                MemoryPoolKind::Exclusive { max_alloc_size } if max_alloc_size > 0 => {
+                    (max_alloc_size, 1)
+                }
+                _ => continue,
+            };
+            if pool.pages > 0 {
+                needs.push(PageNeed {
+                    chunk,
+                    per_page: per_page.max(1),
+                    pages: pool.pages,
+                });
+            }
+        }
+        Self(needs)
+    }
+
+    /// The chunks to reserve for the given attempt: half as much again each time.
+    fn chunks(&self, attempt: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.0.iter().map(move |need| {
+            let grown = (0..attempt).fold(need.pages, |pages, _| pages + pages.div_ceil(2));
+            (need.chunk, (grown + SPARE_PAGES) * need.per_page)
+        })
+    }
+
+    /// Bytes that the reserve of `attempt` takes.
+    pub fn bytes(&self, attempt: u32) -> u64 {
+        self.chunks(attempt)
+            .map(|(chunk, count)| chunk * count)
+            .sum()
+    }
+
+    /// Take the reserve and drop it, which leaves its pages empty and held.
+    ///
+    /// # Errors
+    ///
+    /// The device's words when it cannot serve the reserve.
+    pub fn reserve(&self, client: &Client, attempt: u32) -> Result<u64, String> {
+        let mut held = Vec::new();
+        for (chunk, count) in self.chunks(attempt) {
+            held.extend((0..count).map(|_| client.empty(chunk as usize)));
+        }
+        client.check(&held).map_err(|err| err.to_string())?;
+        drop(held);
+        client.flush().map_err(|err| err.to_string())?;
+        Ok(self.bytes(attempt))
+    }
+}
+
+/// The graph-owned tensors of one step, and the device they are on.
+pub(crate) struct Pool {
+    pub client: Client,
+    device: Device,
+    /// The state that graphs read and write.
+    pub state: Option<Pinned>,
+    /// What the last rehearsal needed.
+    pub needs: PageNeeds,
+}
+
+impl core::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Pool")
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Pool {
+    /// The pool of `device`; `None` where the device is not one of CubeCL's.
+    pub fn new(device: &Device) -> Option<Self> {
+        let client = cube_device(device)?.client();
+        Some(Self {
+            client,
+            device: device.clone(),
+            state: None,
+            needs: PageNeeds::default(),
+        })
+    }
+
+    /// What the current stream's memory holds.
+    pub fn report(&self) -> MemoryReport {
+        self.client.memory_report(MemoryScope::CurrentStream)
+    }
+
+    /// Bytes the current stream's pools take from the device.
+    pub fn bytes_reserved(&self) -> u64 {
+        self.report().usage().bytes_reserved
+    }
+
+    /// Give empty pages back to the driver.
+    pub fn trim(&self) {
+        if let Err(err) = self.client.memory_cleanup() {
+            log::debug!("memory is not trimmed now: {err}");
+        }
+    }
+
+    /// Launch everything registered so far on the current stream.
+    pub fn drain(&self) {
+        if let Some(device) = cube_device(&self.device) {
+            burn_fusion::client::GlobalFusionClient::<Runtime>::load(&device).sync(|| ());
+        }
+    }
+
+    /// Have the fusion server take in everything sent so far, without launching what it holds back.
+    pub fn settle_queue(&self) {
+        if let Some(device) = cube_device(&self.device) {
+            drop(burn_fusion::client::GlobalFusionClient::<Runtime>::load(&device).run(|| ()));
+        }
+    }
+}
+
+fn cube_device(device: &Device) -> Option<CubeDevice> {
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(device) => Some(device.clone()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_fusion::stream::StreamId;
+    use cubecl_runtime::memory_management::{
+        MemoryPoolReport, MemoryPoolsReport, MemoryUsage, StreamMemoryReport,
+    };
+
+    fn pool(kind: MemoryPoolKind, pages: u64) -> MemoryPoolReport {
+        MemoryPoolReport {
+            kind,
+            usage: MemoryUsage::default(),
+            pages,
+            pages_peak: pages,
+            pages_unmapped: 0,
+            largest_alloc: 0,
+        }
+    }
+
+    /// The reserve fills as many whole pages as the step needed, and grows with each refusal: one too small refuses
+    /// the window, which costs a step.
+    #[test]
+    fn the_reserve_follows_the_measured_pages_and_grows() {
+        let mib = 1u64 << 20;
+        let report = MemoryReport {
+            streams: vec![StreamMemoryReport {
+                stream: StreamId { value: 0 },
+                pools: MemoryPoolsReport {
+                    dynamic: vec![
+                        pool(MemoryPoolKind::Exclusive { max_alloc_size: 0 }, 1),
+                        pool(
+                            MemoryPoolKind::Sliced {
+                                page_size: 8 * mib,
+                                max_slice_size: mib / 16,
+                            },
+                            1,
+                        ),
+                        pool(
+                            MemoryPoolKind::Adaptive {
+                                page_size: 5 * mib,
+                                outdated_pages: 0,
+                            },
+                            10,
+                        ),
+                    ],
+                    persistent: pool(MemoryPoolKind::Persistent, 4),
+                    dedicated: pool(MemoryPoolKind::Direct, 4),
+                },
+                auxiliary: vec![],
+            }],
+        };
+        let needs = PageNeeds::after_step(&report);
+        let chunks: Vec<(u64, u64)> = needs.chunks(0).collect();
+        assert_eq!(chunks, vec![(mib / 16, 3 * 128), (5 * mib, 12)]);
+        let chunks: Vec<(u64, u64)> = needs.chunks(2).collect();
+        assert_eq!(chunks, vec![(mib / 16, 5 * 128), (5 * mib, 25)]);
+        assert!(needs.bytes(1) > needs.bytes(0));
+    }
+}

@@ -1,0 +1,219 @@
+//! What happened: counts, times, bytes.
+
+use crate::error::FallbackReason;
+use crate::shape_key::ShapeKey;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Counters {
+    pub eager: u64,
+    pub recorded: u64,
+    pub replayed: u64,
+    pub captures: u64,
+    pub evictions: u64,
+    pub invalidations: u64,
+    refusals: BTreeMap<String, u64>,
+    fallbacks: BTreeMap<String, u64>,
+}
+
+impl Counters {
+    pub fn refuse(&mut self, reason: &FallbackReason) {
+        *self.refusals.entry(reason.name().to_string()).or_default() += 1;
+    }
+    pub fn fall_back(&mut self, reason: &FallbackReason) {
+        *self.fallbacks.entry(reason.name().to_string()).or_default() += 1;
+    }
+}
+
+/// The last so many durations.
+#[derive(Debug)]
+pub(crate) struct Samples(VecDeque<Duration>);
+
+impl Samples {
+    const KEPT: usize = 512;
+
+    pub fn new() -> Self {
+        Self(VecDeque::new())
+    }
+    pub fn add(&mut self, elapsed: Duration) {
+        if self.0.len() == Self::KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(elapsed);
+    }
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+    fn median_ms(&self) -> Option<f64> {
+        let mut sorted: Vec<Duration> = self.0.iter().copied().collect();
+        sorted.sort_unstable();
+        sorted.get(sorted.len() / 2).map(|d| d.as_secs_f64() * 1e3)
+    }
+}
+
+/// One shape key's share of a [`Report`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EntryReport {
+    /// The key.
+    pub key: ShapeKey,
+    /// `warming`, `ready`, `sealed` or `refused`.
+    pub phase: String,
+    /// Device bytes its graph holds: static inputs, outputs, and the pages CubeCL guards for it.
+    pub bytes: u64,
+    /// Steps of this key that ran eagerly.
+    pub eager: u64,
+    /// Replays of its graph.
+    pub replayed: u64,
+    /// Why it is refused, when it is.
+    pub refusal: Option<FallbackReason>,
+}
+
+/// What a [`GraphedStep`](crate::GraphedStep) did so far.
+///
+/// `eager + recorded + replayed` is the number of steps taken. `Display` prints it for people, serde for
+/// machines.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Report {
+    /// Steps run eagerly, warm-up included.
+    pub eager: u64,
+    /// Steps recorded and executed by their graph's first replay.
+    pub recorded: u64,
+    /// Steps replayed after that.
+    pub replayed: u64,
+    /// Graphs sealed.
+    pub captures: u64,
+    /// Graphs dropped to respect a bound.
+    pub evictions: u64,
+    /// Graphs dropped because the state was changed from outside the step.
+    pub invalidations: u64,
+    /// Refusals, by [`FallbackReason::name`].
+    pub refusals: BTreeMap<String, u64>,
+    /// Eager steps, by [`FallbackReason::name`].
+    pub fallbacks: BTreeMap<String, u64>,
+    /// Sealed graphs held now.
+    pub graphs_held: usize,
+    /// Device bytes that sealed graphs hold now, together.
+    pub bytes_held: u64,
+    /// Median time of a call that ran eagerly. Time to enqueue, unless
+    /// [`GraphConfig::synced_timing`](crate::GraphConfig::synced_timing) is on.
+    pub median_eager_ms: Option<f64>,
+    /// Median time of a call that replayed; the same remark.
+    pub median_replay_ms: Option<f64>,
+    /// Median time of a call that recorded: window, sealing and first replay.
+    pub median_capture_ms: Option<f64>,
+    /// Kernel launches of an eager step.
+    pub launches_per_eager_step: Option<u64>,
+    /// Launches of a call that replays: the graph, and the copies in and out.
+    pub launches_per_replay: Option<u64>,
+    /// The difference of the two.
+    pub launches_saved_per_step: Option<u64>,
+    /// Per key, most used first.
+    pub entries: Vec<EntryReport>,
+}
+
+impl Report {
+    pub(crate) fn new(
+        counters: &Counters,
+        entries: Vec<EntryReport>,
+        eager: &Samples,
+        replay: &Samples,
+        capture: &Samples,
+        launches_eager: Option<u64>,
+        launches_replay: Option<u64>,
+    ) -> Self {
+        Self {
+            eager: counters.eager,
+            recorded: counters.recorded,
+            replayed: counters.replayed,
+            captures: counters.captures,
+            evictions: counters.evictions,
+            invalidations: counters.invalidations,
+            refusals: counters.refusals.clone(),
+            fallbacks: counters.fallbacks.clone(),
+            graphs_held: entries
+                .iter()
+                .filter(|entry| entry.phase == "sealed")
+                .count(),
+            bytes_held: entries.iter().map(|entry| entry.bytes).sum(),
+            median_eager_ms: eager.median_ms(),
+            median_replay_ms: replay.median_ms(),
+            median_capture_ms: capture.median_ms(),
+            launches_per_eager_step: launches_eager,
+            launches_per_replay: launches_replay,
+            launches_saved_per_step: launches_eager
+                .zip(launches_replay)
+                .map(|(eager, replay)| eager.saturating_sub(replay)),
+            entries,
+        }
+    }
+
+    /// Steps taken.
+    pub fn steps(&self) -> u64 {
+        self.eager + self.recorded + self.replayed
+    }
+}
+
+impl core::fmt::Display for Report {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let ms = |value: Option<f64>| value.map_or("-".to_string(), |v| format!("{v:.3} ms"));
+        let count = |value: Option<u64>| value.map_or("-".to_string(), |v| v.to_string());
+        writeln!(
+            f,
+            "steps      {} = {} eager + {} recorded + {} replayed",
+            self.steps(),
+            self.eager,
+            self.recorded,
+            self.replayed
+        )?;
+        writeln!(
+            f,
+            "graphs     {} held, {} captured, {} evicted, {} invalidated, {:.1} MiB held",
+            self.graphs_held,
+            self.captures,
+            self.evictions,
+            self.invalidations,
+            self.bytes_held as f64 / (1 << 20) as f64
+        )?;
+        writeln!(
+            f,
+            "call time  eager {}, replay {}, capture {} (medians)",
+            ms(self.median_eager_ms),
+            ms(self.median_replay_ms),
+            ms(self.median_capture_ms)
+        )?;
+        write!(
+            f,
+            "launches   {} per eager step, {} per replay, {} saved",
+            count(self.launches_per_eager_step),
+            count(self.launches_per_replay),
+            count(self.launches_saved_per_step)
+        )?;
+        for (name, steps) in &self.fallbacks {
+            write!(f, "\neager      {steps} steps: {name}")?;
+        }
+        for (name, times) in &self.refusals {
+            write!(f, "\nrefused    {times} times: {name}")?;
+        }
+        for entry in self.entries.iter().take(8) {
+            write!(
+                f,
+                "\nkey        [{}] {}: {} eager, {} replayed, {:.1} MiB",
+                entry.key,
+                entry.phase,
+                entry.eager,
+                entry.replayed,
+                entry.bytes as f64 / (1 << 20) as f64
+            )?;
+            if let Some(reason) = &entry.refusal {
+                write!(f, " ({reason})")?;
+            }
+        }
+        if self.entries.len() > 8 {
+            write!(f, "\nkey        ... and {} more", self.entries.len() - 8)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,66 @@
+//! What two steps must share to be replays of the same graph.
+
+use crate::tensor::TensorSpec;
+use serde::{Deserialize, Serialize};
+
+/// A host value that is part of the shape key.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum HostField {
+    /// A flag.
+    Bool(bool),
+    /// An integer.
+    Int(i64),
+    /// The bits of a float: compared exactly.
+    Bits(u64),
+    /// A tag.
+    Text(String),
+}
+
+impl core::fmt::Display for HostField {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            HostField::Bool(value) => write!(f, "{value}"),
+            HostField::Int(value) => write!(f, "{value}"),
+            HostField::Bits(bits) => write!(f, "{}", f64::from_bits(*bits)),
+            HostField::Text(text) => write!(f, "{text:?}"),
+        }
+    }
+}
+
+/// The cache key of a sealed graph: the ordered shapes and dtypes of the batch, its host values, and the
+/// host scalars that the launches of a step have baked in (the learning rate).
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ShapeKey {
+    /// The batch's tensors, in the order of its `TensorTree`.
+    pub tensors: Vec<TensorSpec>,
+    /// The batch's host values.
+    pub host: Vec<HostField>,
+    /// The bits of the learning rate: a launch holds it as a constant.
+    pub learning_rate_bits: u64,
+}
+
+impl ShapeKey {
+    /// The learning rate of the key.
+    pub fn learning_rate(&self) -> f64 {
+        f64::from_bits(self.learning_rate_bits)
+    }
+
+    /// Whether `other` differs in the learning rate alone.
+    pub(crate) fn differs_in_rate_only(&self, other: &ShapeKey) -> bool {
+        self.learning_rate_bits != other.learning_rate_bits
+            && self.tensors == other.tensors
+            && self.host == other.host
+    }
+}
+
+impl core::fmt::Display for ShapeKey {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        for spec in &self.tensors {
+            write!(f, "{spec} ")?;
+        }
+        for field in &self.host {
+            write!(f, "{field} ")?;
+        }
+        write!(f, "lr={}", self.learning_rate())
+    }
+}

@@ -1,0 +1,388 @@
+//! The one entry: a training step that records itself.
+
+use crate::config::GraphConfig;
+use crate::engine::Engine;
+use crate::error::{FallbackReason, StepError};
+use crate::host::{Fingerprint, Host, HostCore, Sealed};
+use crate::report::Report;
+use crate::shape_key::ShapeKey;
+use crate::state::{self, StepState, Training};
+use crate::support::{Support, support};
+use crate::tensor::AnyTensor;
+use crate::tree::{self, TensorTree};
+use burn::module::Module;
+use burn::tensor::{DType, Device};
+use serde::{Deserialize, Serialize};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+/// How a step ran.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum StepPath {
+    /// Eagerly, as plain Burn would have run it.
+    Eager(FallbackReason),
+    /// It was recorded, and executed by the first replay of its graph.
+    Recorded,
+    /// As a replay of a graph recorded before.
+    Replayed,
+}
+
+impl StepPath {
+    /// Whether a graph executed the step.
+    pub fn is_graph(&self) -> bool {
+        !matches!(self, StepPath::Eager(_))
+    }
+}
+
+impl core::fmt::Display for StepPath {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            StepPath::Eager(reason) => write!(f, "eager: {reason}"),
+            StepPath::Recorded => write!(f, "recorded"),
+            StepPath::Replayed => write!(f, "replayed"),
+        }
+    }
+}
+
+/// What a step returned, and how it ran.
+#[derive(Debug, Clone)]
+pub struct StepOutput<O> {
+    /// What the closure returned. Tensors are the caller's: a later replay does not change them. From a replay they
+    /// are leaves without a tape, from an eager step they are what the closure made.
+    pub output: O,
+    /// How the step ran.
+    pub path: StepPath,
+}
+
+/// A training step that records itself into a graph once its shapes and operations are stable.
+///
+/// Each call of [`run`](Self::run) takes exactly one step of the user's closure on the user's batch, and leaves
+/// exactly the state that the eager step would have left. The first steps of a shape key run eagerly (the warm-up);
+/// then one step is recorded, executed by its graph's first replay; later ones are replays. A step that cannot be
+/// replayed runs eagerly, with its reason in [`StepOutput::path`].
+///
+/// The closure is `Fn(&mut S, B, f64) -> O`: it updates the state from a batch at a learning rate. During a replay it
+/// is not called, so whatever it does besides tensor operations on its arguments (counters, logging, reads) does
+/// not happen then. `Fn`, not `FnMut`: mutable host state in it would freeze.
+///
+/// One thread at a time drives a step (`run` takes `&mut self`); it always works on the stream of the thread that made
+/// it, from whichever thread it is called.
+pub struct GraphedStep<S, B, O, F> {
+    state: S,
+    step: F,
+    device: Device,
+    support: Support,
+    // Before `core`: graphs go before the buffers they replay against.
+    engine: Engine<Fingerprint, Sealed<O>>,
+    core: HostCore,
+    batch: core::marker::PhantomData<fn(B)>,
+}
+
+impl<S, B, O, F> core::fmt::Debug for GraphedStep<S, B, O, F> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("GraphedStep")
+            .field("device", &self.device)
+            .field("support", &self.support)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S, B, O, F> GraphedStep<S, B, O, F>
+where
+    S: StepState,
+    B: TensorTree,
+    O: TensorTree,
+    F: Fn(&mut S, B, f64) -> O,
+{
+    /// A step over `state`. Nothing is run or recorded yet; lazy parameters are initialised.
+    ///
+    /// # Errors
+    ///
+    /// [`StepError::StateDevices`] when the state is spread over devices, [`StepError::EmptyState`] when it holds no
+    /// tensor, [`StepError::TreeMismatch`] when it visits and maps different tensors.
+    pub fn new(state: S, config: GraphConfig, step: F) -> Result<Self, StepError> {
+        let device = state_device(&state)?;
+        let support = support(&device);
+        let core = HostCore::new(&device, &support);
+        let state = checked_state(state)?;
+        Ok(Self {
+            state,
+            step,
+            core,
+            engine: Engine::new(config),
+            device,
+            support,
+            batch: core::marker::PhantomData,
+        })
+    }
+
+    /// Take one step on `batch` at learning rate `lr`.
+    ///
+    /// Enqueues and returns; reading the output waits for the device.
+    ///
+    /// # State
+    ///
+    /// Updated as by one call of the closure. A panic in the closure leaves it as it was and goes on unwinding; the next
+    /// call works.
+    ///
+    /// # Errors
+    ///
+    /// Bad input ([`StepError::BatchDevice`], [`StepError::EmptyBatch`], [`StepError::LearningRate`]) and, under
+    /// [`Policy::RequireGraph`](crate::Policy::RequireGraph), [`StepError::GraphRequired`]: the step did not run, the
+    /// state is as it was, and the call can be made again. [`StepError::Replay`] and [`StepError::Device`] when the
+    /// device fails.
+    pub fn run(&mut self, batch: B, lr: f64) -> Result<StepOutput<O>, StepError> {
+        if !lr.is_finite() {
+            return Err(StepError::LearningRate { value: lr });
+        }
+        let Self {
+            state,
+            step,
+            device,
+            support,
+            engine,
+            core,
+            ..
+        } = self;
+        let stream = core.stream();
+        stream.run(move || {
+            // A tensor made on another thread's stream is viewed from this one once, here, rather than at each use.
+            let tensors = tree::tensors_of(&batch);
+            let batch = tree::with_tensors(batch, &tensors);
+            check_batch(&tensors, device)?;
+            let blocked = blocked(support, &tensors, state);
+            let mut host_fields = Vec::new();
+            batch.visit_host_fields(&mut |field| host_fields.push(field));
+            let key = ShapeKey {
+                tensors: tensors.iter().map(AnyTensor::spec).collect(),
+                host: host_fields,
+                learning_rate_bits: lr.to_bits(),
+            };
+            let synced = engine.config().synced_timing;
+            let mut host = Host {
+                core,
+                state,
+                step,
+                batch: &batch,
+                lr,
+                synced,
+                output: core::marker::PhantomData,
+            };
+            let (output, path) = engine.step(key, blocked, &mut host)?;
+            Ok(StepOutput { output, path })
+        })
+    }
+
+    /// A copy of the live state, the caller's own: later steps do not change it. Settled, so that BatchNorm statistics
+    /// are those of the last step.
+    pub fn state(&self) -> S {
+        self.core.pinned(|| {
+            let live = state::tensors_of(&self.state);
+            let mut copies = live.iter().map(|tensor| self.core.user_copy(tensor));
+            // Copies keep the autodiff association of the live tensors, which the independent containers may lack.
+            self.state
+                .independent()
+                .map_state(&mut |old| copies.next().unwrap_or(old))
+        })
+    }
+
+    /// The live state, by value. Graphs are dropped.
+    pub fn into_state(self) -> S {
+        let Self {
+            state,
+            mut core,
+            engine,
+            ..
+        } = self;
+        core.pinned(|| state.settle());
+        drop(engine);
+        core.forget();
+        state
+    }
+
+    /// Change the state from outside the step: load weights, freeze layers, swap in an average, move to another
+    /// device. Graphs are dropped, since what they recorded may no longer be what the step does, and the step warms up
+    /// anew.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new); the state is then what it was before.
+    pub fn update_state(&mut self, update: impl FnOnce(S) -> S) -> Result<(), StepError> {
+        let updated = update(self.state());
+        let device = state_device(&updated)?;
+        let updated = checked_state(updated)?;
+        let dropped = self.engine.invalidate();
+        self.core.forget();
+        if dropped > 0 {
+            log::info!("state changed from outside: {dropped} graphs dropped, warming up anew");
+        }
+        if device != self.device {
+            self.support = support(&device);
+            self.core = HostCore::new(&device, &self.support);
+            self.device = device;
+        }
+        self.state = updated;
+        Ok(())
+    }
+
+    /// Replace the state. See [`update_state`](Self::update_state).
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new); the state is then what it was before.
+    pub fn set_state(&mut self, state: S) -> Result<(), StepError> {
+        self.update_state(|_| state)
+    }
+
+    /// Drop every graph and give its memory back; the next steps warm up anew. The state stays.
+    pub fn release(&mut self) {
+        if self.core.owns_state() {
+            let state = self.state();
+            self.state = state;
+        }
+        self.engine.invalidate();
+        self.core.forget();
+    }
+
+    /// What happened so far.
+    pub fn report(&self) -> Report {
+        self.engine.report()
+    }
+
+    /// What a graph is on the state's device.
+    pub fn support(&self) -> &Support {
+        &self.support
+    }
+
+    /// The state's device, without autodiff.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl<M, B, O, F> GraphedStep<Training<M>, B, O, F>
+where
+    M: Module,
+    B: TensorTree,
+    O: TensorTree,
+    F: Fn(&mut Training<M>, B, f64) -> O,
+{
+    /// A copy of the live model, the caller's own: validate it, save it, keep it. Later steps do not change it.
+    pub fn model(&self) -> M {
+        self.state().into_model()
+    }
+}
+
+/// One eager call of the closure. A panic in it leaves the state as it was and goes on unwinding.
+pub(crate) fn run_eager<S, B, O>(
+    state: &mut S,
+    step: &impl Fn(&mut S, B, f64) -> O,
+    batch: &B,
+    lr: f64,
+) -> O
+where
+    S: StepState,
+    B: TensorTree,
+{
+    let backup = state.clone();
+    let tensors = state::tensors_of(state);
+    let batch = batch.clone();
+    match catch_unwind(AssertUnwindSafe(|| step(&mut *state, batch, lr))) {
+        Ok(output) => output,
+        Err(panic) => {
+            *state = state::with_tensors(backup, &tensors);
+            resume_unwind(panic)
+        }
+    }
+}
+
+fn state_device<S: StepState>(state: &S) -> Result<Device, StepError> {
+    let mut devices: Vec<Device> = Vec::new();
+    state.visit_state(&mut |tensor| {
+        let device = tensor.device();
+        if !devices.contains(&device) {
+            devices.push(device);
+        }
+    });
+    match devices.len() {
+        0 => Err(StepError::EmptyState),
+        1 => Ok(devices.remove(0)),
+        _ => Err(StepError::StateDevices {
+            devices: devices.iter().map(|d| format!("{d:?}")).collect(),
+        }),
+    }
+}
+
+/// The state, settled, after its `visit` and `map` were found to walk the same tensors.
+fn checked_state<S: StepState>(state: S) -> Result<S, StepError> {
+    let visited = state::tensors_of(&state).len();
+    let mut mapped = 0;
+    let state = state.map_state(&mut |tensor| {
+        mapped += 1;
+        tensor
+    });
+    match visited == mapped {
+        true => Ok(state),
+        false => Err(StepError::TreeMismatch {
+            place: "state".into(),
+            visited,
+            mapped,
+        }),
+    }
+}
+
+fn check_batch(tensors: &[AnyTensor], device: &Device) -> Result<(), StepError> {
+    for (index, tensor) in tensors.iter().enumerate() {
+        let found = tensor.device();
+        if found != *device {
+            return Err(StepError::BatchDevice {
+                index,
+                expected: format!("{device:?}"),
+                found: format!("{found:?}"),
+            });
+        }
+        let shape = tensor.spec().shape;
+        if shape.first() == Some(&0) {
+            return Err(StepError::EmptyBatch { index, shape });
+        }
+    }
+    Ok(())
+}
+
+/// What keeps any step with these tensors from being a graph.
+fn blocked<S: StepState>(
+    support: &Support,
+    batch: &[AnyTensor],
+    state: &S,
+) -> Option<FallbackReason> {
+    if let Support::None { reason } = support {
+        return Some(FallbackReason::Unsupported {
+            backend: reason.clone(),
+        });
+    }
+    let quantized = |place: &str, index: usize, tensor: &AnyTensor| match tensor.spec().dtype {
+        dtype @ DType::QFloat(_) => Some(FallbackReason::Quantized {
+            place: place.to_string(),
+            index,
+            dtype: format!("{dtype:?}"),
+        }),
+        _ => None,
+    };
+    for (index, tensor) in batch.iter().enumerate() {
+        if let Some(reason) = quantized("batch", index, tensor) {
+            return Some(reason);
+        }
+        let spec = tensor.spec();
+        if spec.num_elements() == 0 {
+            return Some(FallbackReason::EmptyTensor {
+                index,
+                shape: spec.shape,
+            });
+        }
+    }
+    let (mut index, mut found) = (0, None);
+    state.visit_state(&mut |tensor| {
+        found = found.take().or_else(|| quantized("state", index, &tensor));
+        index += 1;
+    });
+    found
+}

@@ -1,0 +1,197 @@
+//! Walking the tensors of a user's batch or output.
+
+use crate::shape_key::HostField;
+use crate::tensor::AnyTensor;
+use burn::tensor::{Bool, Int, Tensor};
+
+/// A value made of tensors (a batch, an output) and of plain host values.
+///
+/// Implemented for tensors of every kind and rank, `()`, tuples, `Vec`, `Option`, arrays, and for host
+/// values (integers, `bool`, `String`, `&'static str`), which become part of the shape key: a step captured
+/// with `("train", x)` is not replayed for `("eval", x)`. Implement it for your own batch struct by visiting
+/// and mapping each field in the same order:
+///
+/// ```
+/// # use burn_cuda_graph::{AnyTensor, HostField, TensorTree};
+/// # use burn::tensor::{Int, Tensor};
+/// #[derive(Clone)]
+/// struct Batch { images: Tensor<4>, targets: Tensor<1, Int> }
+///
+/// impl TensorTree for Batch {
+///     fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+///         self.images.visit_tensors(visit);
+///         self.targets.visit_tensors(visit);
+///     }
+///     fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+///         Batch { images: self.images.map_tensors(map), targets: self.targets.map_tensors(map) }
+///     }
+/// }
+/// ```
+///
+/// Both methods must walk the same tensors in the same order; the engine checks the count.
+pub trait TensorTree: Clone {
+    /// Hand every tensor to `visit`, in a fixed order. Cloning a tensor shares its buffer.
+    fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor));
+
+    /// Replace every tensor by what `map` returns for it, in the order of
+    /// [`visit_tensors`](Self::visit_tensors). `map` returns a tensor of the same kind and rank.
+    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self;
+
+    /// Hand every host value that shapes the step to `field`; it becomes part of the shape key. Lengths of
+    /// containers and which variant of an enum is held belong here too. Default: none.
+    fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+        let _ = field;
+    }
+}
+
+macro_rules! tensor_tree {
+    ($tensor:ty, $from:ident, $into:ident) => {
+        impl<const D: usize> TensorTree for $tensor {
+            fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+                visit(AnyTensor::$from(self.clone()));
+            }
+            fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                map(AnyTensor::$from(self)).$into()
+            }
+        }
+    };
+}
+
+tensor_tree!(Tensor<D>, from_float, into_float);
+tensor_tree!(Tensor<D, Int>, from_int, into_int);
+tensor_tree!(Tensor<D, Bool>, from_bool, into_bool);
+
+macro_rules! tuple_tree {
+    ($($name:ident . $index:tt),*) => {
+        impl<$($name: TensorTree),*> TensorTree for ($($name,)*) {
+            fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+                let _ = &visit;
+                $(self.$index.visit_tensors(visit);)*
+            }
+            fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                let _ = &map;
+                ($(self.$index.map_tensors(map),)*)
+            }
+            fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+                let _ = &field;
+                $(self.$index.visit_host_fields(field);)*
+            }
+        }
+    };
+}
+
+impl TensorTree for () {
+    fn visit_tensors(&self, _visit: &mut dyn FnMut(AnyTensor)) {}
+    fn map_tensors(self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {}
+}
+tuple_tree!(A.0);
+tuple_tree!(A.0, B.1);
+tuple_tree!(A.0, B.1, C.2);
+tuple_tree!(A.0, B.1, C.2, D.3);
+tuple_tree!(A.0, B.1, C.2, D.3, E.4);
+tuple_tree!(A.0, B.1, C.2, D.3, E.4, F.5);
+
+impl<T: TensorTree> TensorTree for Vec<T> {
+    fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+        self.iter().for_each(|item| item.visit_tensors(visit));
+    }
+    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        self.into_iter().map(|item| item.map_tensors(map)).collect()
+    }
+    fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+        field(HostField::Int(self.len() as i64));
+        self.iter().for_each(|item| item.visit_host_fields(field));
+    }
+}
+
+impl<T: TensorTree, const N: usize> TensorTree for [T; N] {
+    fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+        self.iter().for_each(|item| item.visit_tensors(visit));
+    }
+    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        self.map(|item| item.map_tensors(map))
+    }
+    fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+        self.iter().for_each(|item| item.visit_host_fields(field));
+    }
+}
+
+impl<T: TensorTree> TensorTree for Option<T> {
+    fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+        self.iter().for_each(|item| item.visit_tensors(visit));
+    }
+    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        self.map(|item| item.map_tensors(map))
+    }
+    fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+        field(HostField::Bool(self.is_some()));
+        self.iter().for_each(|item| item.visit_host_fields(field));
+    }
+}
+
+macro_rules! host_tree {
+    ($($host:ty => $field:expr),* $(,)?) => {
+        $(impl TensorTree for $host {
+            fn visit_tensors(&self, _visit: &mut dyn FnMut(AnyTensor)) {}
+            fn map_tensors(self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                self
+            }
+            fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+                let into: fn(&$host) -> HostField = $field;
+                field(into(self));
+            }
+        })*
+    };
+}
+
+host_tree!(
+    bool => |v| HostField::Bool(*v),
+    i32 => |v| HostField::Int(i64::from(*v)),
+    i64 => |v| HostField::Int(*v),
+    u32 => |v| HostField::Int(i64::from(*v)),
+    usize => |v| HostField::Int(*v as i64),
+    f32 => |v| HostField::Bits(u64::from(v.to_bits())),
+    f64 => |v| HostField::Bits(v.to_bits()),
+    String => |v| HostField::Text(v.clone()),
+    &'static str => |v| HostField::Text((*v).to_string()),
+);
+
+/// The tensors of `tree`, in order.
+pub(crate) fn tensors_of<T: TensorTree>(tree: &T) -> Vec<AnyTensor> {
+    let mut tensors = Vec::new();
+    tree.visit_tensors(&mut |tensor| tensors.push(tensor));
+    tensors
+}
+
+/// `tree` with its tensors replaced by `tensors`, in order.
+pub(crate) fn with_tensors<T: TensorTree>(tree: T, tensors: &[AnyTensor]) -> T {
+    let mut next = tensors.iter();
+    tree.map_tensors(&mut |tensor| next.next().cloned().unwrap_or(tensor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A host value in the batch must separate two keys, or a graph captured for one branch of the step
+    /// would be replayed for the other.
+    #[test]
+    fn host_values_lengths_and_absence_become_host_fields() {
+        let mut fields = Vec::new();
+        ("train", vec![1i64, 2], None::<bool>, [true, false], 1.5f64)
+            .visit_host_fields(&mut |field| fields.push(field));
+        assert_eq!(
+            fields,
+            vec![
+                HostField::Text("train".into()),
+                HostField::Int(2),
+                HostField::Int(1),
+                HostField::Int(2),
+                HostField::Bool(false),
+                HostField::Bool(true),
+                HostField::Bool(false),
+                HostField::Bits(1.5f64.to_bits()),
+            ]
+        );
+    }
+}

@@ -1,0 +1,929 @@
+//! One function per failure kind. `device` is a device with graphs, without autodiff.
+
+use super::*;
+use burn::nn::DropoutConfig;
+use burn::optim::AdamConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn_cuda_graph::{FallbackReason, StepError};
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// The state of the graphed twin equals the eager one's after every step, and the paths are those expected: three
+/// warm-up steps, one recorded, the rest replayed.
+pub fn training_equals_eager<M: Net>(device: &Device, steps: usize) {
+    let (device, model, twin) = twins::<M>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..steps {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        let expected = match index {
+            0..3 => "warming-up",
+            3 => "recorded",
+            _ => "replayed",
+        };
+        assert_eq!(word(&out), expected, "step {index}");
+        let loss = eager.step(batch(&device, index, 64), LR);
+        assert_eq!(
+            value(&out.output).to_bits(),
+            value(&loss).to_bits(),
+            "loss of step {index}"
+        );
+        assert_eq!(
+            bits(&step.model()),
+            bits(&eager.model),
+            "state after step {index}"
+        );
+    }
+    let report = step.report();
+    assert_eq!(
+        report.eager + report.recorded + report.replayed,
+        steps as u64
+    );
+    assert_eq!((report.eager, report.recorded), (3, 1));
+    assert!(report.bytes_held > 0);
+    assert!(
+        report
+            .launches_per_eager_step
+            .is_some_and(|launches| launches > 5)
+    );
+}
+
+/// Case 7: a last, smaller batch; three epochs of ten batches of 64 and one of 17. The small one is recorded once it
+/// has been seen often enough, and takes no graph away from the large one.
+pub fn last_smaller_batch(device: &Device) {
+    let (device, model, twin) = twins::<BnNet>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new(), &device);
+    for epoch in 0..3 {
+        for index in 0..11 {
+            let size = if index == 10 { 17 } else { 64 };
+            let out = step.run(batch(&device, index, size), LR).expect("runs");
+            if epoch > 0 && size == 64 {
+                assert_eq!(word(&out), "replayed");
+            }
+            eager.step(batch(&device, index, size), LR);
+            assert_eq!(
+                bits(&step.model()),
+                bits(&eager.model),
+                "epoch {epoch}, batch {index}"
+            );
+        }
+    }
+    let report = step.report();
+    assert!(report.captures <= 2, "{report}");
+    assert_eq!(report.steps(), 33);
+}
+
+/// Two keys that alternate are both recorded and both replayed over one state.
+pub fn alternating_shapes(device: &Device) {
+    let (device, model, twin) = twins::<BnNet>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..20 {
+        let size = if index % 2 == 0 { 64 } else { 48 };
+        let out = step.run(batch(&device, index, size), LR).expect("runs");
+        if index >= 8 {
+            assert_eq!(word(&out), "replayed", "step {index}");
+        }
+        eager.step(batch(&device, index, size), LR);
+        assert_eq!(bits(&step.model()), bits(&eager.model), "step {index}");
+    }
+    assert_eq!(step.report().captures, 2);
+    assert_eq!(step.report().graphs_held, 2);
+}
+
+/// Case 8: losses kept from five replays are five different values, each the eager one.
+pub fn outputs_are_the_callers(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, required(), &device);
+    let (mut kept, mut expected) = (Vec::new(), Vec::new());
+    for index in 0..9 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        let loss = eager.step(batch(&device, index, 64), LR);
+        if index >= 4 {
+            assert_eq!(word(&out), "replayed");
+            kept.push(out.output);
+            expected.push(value(&loss).to_bits());
+        }
+    }
+    let values: Vec<u32> = kept.iter().map(|loss| value(loss).to_bits()).collect();
+    assert_eq!(values, expected);
+    let mut distinct = values.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert_eq!(distinct.len(), 5);
+}
+
+/// A model taken from the step is the caller's: replays after it do not change it, and it can be validated.
+pub fn snapshots_are_the_callers(device: &Device) {
+    let (device, model, twin) = twins::<BnNet>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, required(), &device);
+    let mut kept = Vec::new();
+    for index in 0..8 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        eager.step(batch(&device, index, 64), LR);
+        kept.push((step.model(), bits(&eager.model)));
+    }
+    for (index, (model, expected)) in kept.iter().enumerate() {
+        assert_eq!(&bits(model), expected, "the model kept after step {index}");
+    }
+    // Validation between replays sees the live statistics and disturbs nothing.
+    let inner = device.clone().inner();
+    let (x, _) = batch(&inner, 99, 16);
+    let mine = step.model().valid().run(x.clone()).into_data();
+    let theirs = eager.model.valid().run(x).into_data();
+    assert_eq!(mine, theirs);
+    let out = step.run(batch(&device, 8, 64), LR).expect("runs");
+    assert_eq!(word(&out), "replayed");
+    eager.step(batch(&device, 8, 64), LR);
+    assert_eq!(bits(&step.into_state().into_model()), bits(&eager.model));
+}
+
+/// Case 10: weights replaced after capture are the ones that train on; the graph of the old ones is not replayed.
+pub fn replaced_weights_train_on(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let other = Mlp::make(&device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..6 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        eager.step(batch(&device, index, 64), LR);
+    }
+    assert_eq!(step.report().captures, 1);
+    // Load a record, as from a checkpoint.
+    let record = other.valid().train().into_record();
+    step.update_state(|training| {
+        let (model, optimizer) = training.into_parts();
+        Training::new(
+            model.load_record(other.valid().train().into_record()),
+            optimizer,
+        )
+    })
+    .expect("stays on the device");
+    eager.model = eager.model.clone().load_record(record);
+    assert_eq!(step.report().invalidations, 1);
+    assert_eq!(step.report().graphs_held, 0);
+    for index in 6..13 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        if index == 9 {
+            assert_eq!(word(&out), "recorded");
+        }
+        eager.step(batch(&device, index, 64), LR);
+        assert_eq!(bits(&step.model()), bits(&eager.model), "step {index}");
+    }
+    assert_eq!(step.report().captures, 2);
+}
+
+/// Case 12: a thread creating tensors on the device during 50 captures. They seal, and its tensors are never
+/// poisoned.
+pub fn a_loader_uploads_during_captures(device: &Device, captures: usize) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new(), &device);
+    let stop = Arc::new(AtomicBool::new(false));
+    let uploads = Arc::new(AtomicUsize::new(0));
+    let loader = std::thread::spawn({
+        let (stop, uploads, device) = (stop.clone(), uploads.clone(), device.clone().inner());
+        move || {
+            while !stop.load(Ordering::Relaxed) {
+                let n = uploads.fetch_add(1, Ordering::Relaxed);
+                let (x, y) = batch(&device, n % 32, 64);
+                let doubled = x.clone() * 2.0;
+                let values: Vec<f32> = doubled
+                    .try_into_data()
+                    .expect("never poisoned")
+                    .try_into_vec()
+                    .expect("f32");
+                let expected: Vec<f32> = x.into_data().try_into_vec().expect("f32");
+                assert!(
+                    values
+                        .iter()
+                        .zip(&expected)
+                        .all(|(twice, once)| *twice == once * 2.0)
+                );
+                let _: Vec<i32> = y.into_data().convert::<i32>().try_into_vec().expect("i32");
+            }
+        }
+    });
+    let mut sealed = 0;
+    let mut index = 0;
+    for _ in 0..captures {
+        for _ in 0..5 {
+            let out = step.run(batch(&device, index, 64), LR).expect("runs");
+            sealed += usize::from(word(&out) == "recorded");
+            eager.step(batch(&device, index, 64), LR);
+            index += 1;
+        }
+        step.release();
+    }
+    stop.store(true, Ordering::Relaxed);
+    loader.join().expect("the loader's tensors are intact");
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+    assert!(uploads.load(Ordering::Relaxed) > 0);
+    assert_eq!(sealed, captures, "{}", step.report());
+}
+
+/// Case 13: two trainers on two threads, then interleaved on one: both equal their solo runs.
+pub fn two_trainers(device: &Device) {
+    fn solo<M: Net>(device: &Device, model: M, steps: usize, offset: usize) -> Vec<Vec<u32>> {
+        let mut eager = Eager::new(model, device);
+        for index in 0..steps {
+            eager.step(batch(device, offset + index, 64), LR);
+        }
+        bits(&eager.model)
+    }
+    fn train<M: Net>(
+        device: &Device,
+        model: M,
+        steps: usize,
+        offset: usize,
+    ) -> (Vec<Vec<u32>>, u64) {
+        let mut step = graphed(model, GraphConfig::new(), device);
+        for index in 0..steps {
+            step.run(batch(device, offset + index, 64), LR)
+                .expect("runs");
+        }
+        (bits(&step.model()), step.report().replayed)
+    }
+    let (device, first, first_twin) = twins::<Mlp>(device);
+    let (_, second, second_twin) = twins::<BnNet>(&device.clone().inner());
+    let (first_threaded, second_threaded) = (first.valid().train(), second.valid().train());
+
+    let expected_first = solo(&device, first_twin, 40, 0);
+    let expected_second = solo(&device, second_twin, 40, 500);
+    let ((got_first, replayed_first), (got_second, replayed_second)) =
+        std::thread::scope(|scope| {
+            let one = scope.spawn(|| train(&device, first_threaded, 40, 0));
+            let two = scope.spawn(|| train(&device, second_threaded, 40, 500));
+            (
+                one.join().expect("first trainer"),
+                two.join().expect("second trainer"),
+            )
+        });
+    assert_eq!(got_first, expected_first);
+    assert_eq!(got_second, expected_second);
+    assert!(
+        replayed_first > 20 && replayed_second > 20,
+        "{replayed_first} and {replayed_second}"
+    );
+
+    let mut one = graphed(first, required(), &device);
+    let mut two = graphed(second, required(), &device);
+    for index in 0..40 {
+        one.run(batch(&device, index, 64), LR).expect("runs");
+        two.run(batch(&device, 500 + index, 64), LR).expect("runs");
+    }
+    assert_eq!(bits(&one.model()), expected_first);
+    assert_eq!(bits(&two.model()), expected_second);
+    assert_eq!((one.report().replayed, two.report().replayed), (36, 36));
+}
+
+/// Case 14: canaries at every size of the step's intermediates stay intact over a hundred replays.
+pub fn canaries_stay_intact(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..4 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        eager.step(batch(&device, index, 64), LR);
+    }
+    let inner = device.clone().inner();
+    let sizes = [
+        1,
+        8,
+        64,
+        128,
+        8 * 64,
+        8 * 128,
+        32 * 64,
+        32 * 128,
+        64 * 128,
+        1 << 16,
+        1 << 20,
+    ];
+    let canaries: Vec<(f32, Tensor<1>)> = (0..6)
+        .flat_map(|round| sizes.map(|size| (round as f32 * 100.0 + size as f32, size)))
+        .map(|(value, size)| (value, Tensor::full([size], value, &inner)))
+        .collect();
+    inner.sync().expect("syncs");
+    for index in 4..104 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert_eq!(word(&out), "replayed");
+        eager.step(batch(&device, index, 64), LR);
+    }
+    for (value, canary) in canaries {
+        let found: Vec<f32> = canary.into_data().try_into_vec().expect("f32");
+        assert!(
+            found.iter().all(|v| *v == value),
+            "canary {value} of {} elements",
+            found.len()
+        );
+    }
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+}
+
+/// Cases 16 and 19: a read in the step is refused, the read named; the refused step and all later ones equal eager.
+pub fn a_read_in_the_step_is_refused(device: &Device) {
+    let (device, model, twin) = twins::<BnNet>(device);
+    let mut eager = Eager::new(twin, &device);
+    let seen = RefCell::new(Vec::new());
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        closure::<BnNet>(&device, |loss| seen.borrow_mut().push(value(loss))),
+    )
+    .expect("one device");
+    for index in 0..8 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        let expected = if index < 3 { "warming-up" } else { "host-read" };
+        assert_eq!(word(&out), expected, "step {index}: {}", out.path);
+        eager.step(batch(&device, index, 64), LR);
+        assert_eq!(bits(&step.model()), bits(&eager.model), "step {index}");
+    }
+    let report = step.report();
+    assert_eq!((report.eager, report.replayed, report.captures), (8, 0, 0));
+    assert_eq!(report.refusals.get("host-read"), Some(&1));
+}
+
+/// Case 17: a panic while recording, caught by the caller: the state is that of the steps before, the next eager op and
+/// the next capture work.
+pub fn a_panic_while_recording(device: &Device) {
+    let (device, model, twin) = twins::<BnNet>(device);
+    let mut eager = Eager::new(twin, &device);
+    let calls = Rc::new(Cell::new(0));
+    let mut step = GraphedStep::new(Training::new(model, SgdConfig::new().init()), required(), {
+        let calls = calls.clone();
+        closure::<BnNet>(&device, move |_| {
+            calls.set(calls.get() + 1);
+            assert!(calls.get() != 4, "the user's own");
+        })
+    })
+    .expect("one device");
+    for index in 0..3 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        eager.step(batch(&device, index, 64), LR);
+    }
+    let panic =
+        catch_unwind(AssertUnwindSafe(|| step.run(batch(&device, 3, 64), LR))).expect_err("panics");
+    assert!(
+        panic
+            .downcast_ref::<&str>()
+            .is_some_and(|text| text.contains("the user's own"))
+    );
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+    // An eager operation works, and so does the next recording.
+    let sum: f32 = Tensor::<1>::ones([8], &device.clone().inner())
+        .sum()
+        .into_scalar();
+    assert_eq!(sum, 8.0);
+    for index in 3..8 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert_eq!(word(&out), if index == 3 { "recorded" } else { "replayed" });
+        eager.step(batch(&device, index, 64), LR);
+        assert_eq!(bits(&step.model()), bits(&eager.model), "step {index}");
+    }
+    assert_eq!(step.report().steps(), 8);
+}
+
+/// A panic in an eager step leaves the state as it was, BatchNorm statistics included.
+pub fn a_panic_in_an_eager_step(device: &Device) {
+    let (device, model, _) = twins::<BnNet>(device);
+    let calls = Rc::new(Cell::new(0));
+    let mut step = GraphedStep::new(Training::new(model, SgdConfig::new().init()), required(), {
+        let calls = calls.clone();
+        closure::<BnNet>(&device, move |_| {
+            calls.set(calls.get() + 1);
+            assert!(calls.get() != 2, "the user's own");
+        })
+    })
+    .expect("one device");
+    step.run(batch(&device, 0, 64), LR).expect("runs");
+    let before = bits(&step.model());
+    catch_unwind(AssertUnwindSafe(|| step.run(batch(&device, 1, 64), LR))).expect_err("panics");
+    assert_eq!(bits(&step.model()), before);
+    step.run(batch(&device, 1, 64), LR).expect("runs");
+    assert_ne!(bits(&step.model()), before);
+}
+
+/// Case 18: a capture refused over and over leaks nothing.
+pub fn refused_captures_leak_nothing(device: &Device, refusals: usize) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        closure::<Mlp>(&device, |loss| drop(value(loss))),
+    )
+    .expect("one device");
+    let mut reserved = Vec::new();
+    for _ in 0..refusals {
+        for index in 0..4 {
+            step.run(batch(&device, index, 64), LR).expect("runs");
+        }
+        step.release();
+        let usage = device.clone().inner().memory_pool_usage().expect("a pool");
+        reserved.push(usage.bytes_reserved);
+    }
+    assert_eq!(
+        step.report().refusals.get("host-read"),
+        Some(&(refusals as u64))
+    );
+    let (early, late) = (reserved[refusals / 4], reserved[refusals - 1]);
+    assert!(
+        late <= early,
+        "reserved bytes grew from {early} to {late}: {reserved:?}"
+    );
+}
+
+/// Captured and evicted over and over, memory stays flat, and each eviction gives the bytes back.
+pub fn evictions_give_memory_back(device: &Device, rounds: usize) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new().with_max_graphs(1), &device);
+    let mut reserved = Vec::new();
+    let mut index = 0;
+    for round in 0..rounds {
+        for size in [64, 48] {
+            for _ in 0..5 {
+                step.run(batch(&device, index, size), LR).expect("runs");
+                eager.step(batch(&device, index, size), LR);
+                index += 1;
+            }
+        }
+        assert_eq!(step.report().graphs_held, 1, "round {round}");
+        let usage = device.clone().inner().memory_pool_usage().expect("a pool");
+        reserved.push(usage.bytes_reserved);
+    }
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+    let report = step.report();
+    assert_eq!(report.captures, 2 * rounds as u64, "{report}");
+    assert_eq!(report.evictions, 2 * rounds as u64 - 1);
+    let (early, late) = (reserved[rounds / 3], reserved[rounds - 1]);
+    assert!(
+        late <= early,
+        "reserved bytes grew from {early} to {late}: {reserved:?}"
+    );
+}
+
+/// Case 21: a stream of keys that never settles: a reason, no replay, training goes on.
+pub fn a_never_settling_stream(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new(), &device);
+    for index in 0..24 {
+        let out = step
+            .run(batch(&device, index, 8 + index), LR)
+            .expect("runs");
+        let expected = if index < 16 {
+            "warming-up"
+        } else {
+            "never-settles"
+        };
+        assert_eq!(word(&out), expected, "step {index}");
+        eager.step(batch(&device, index, 8 + index), LR);
+    }
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+    let report = step.report();
+    assert_eq!((report.replayed, report.captures), (0, 0));
+    assert!(report.to_string().contains("never-settles"));
+}
+
+/// Case 22: many replays without a sync equal as many with one each.
+pub fn replays_need_no_sync(device: &Device, replays: usize) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut free = graphed(model, required(), &device);
+    let mut synced = graphed(twin, required().with_synced_timing(true), &device);
+    let batches: Vec<Batch> = (0..16).map(|index| batch(&device, index, 64)).collect();
+    for index in 0..replays + 4 {
+        free.run(batches[index % 16].clone(), LR).expect("runs");
+        synced.run(batches[index % 16].clone(), LR).expect("runs");
+    }
+    assert_eq!(
+        (free.report().replayed, synced.report().replayed),
+        (replays as u64, replays as u64)
+    );
+    assert_eq!(bits(&free.model()), bits(&synced.model()));
+}
+
+/// Random numbers in the step are refused by name at once, and training goes on.
+pub fn random_operations_are_refused(device: &Device) {
+    let device = device.clone().autodiff();
+    let dropout = DropoutConfig::new(0.5).init();
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(Mlp::new(&device), SgdConfig::new().init()),
+        GraphConfig::new(),
+        move |t: &mut Training<Mlp>, (x, y): Batch, lr| {
+            let loss = loss.forward(t.model().forward(dropout.forward(x)), y);
+            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+            loss
+        },
+    )
+    .expect("one device");
+    for index in 0..6 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert!(
+            matches!(&out.path, StepPath::Eager(FallbackReason::RandomOperation { shape, .. }) if shape == &[64, 32]),
+            "{}",
+            out.path
+        );
+    }
+    assert_eq!(step.report().captures, 0);
+}
+
+/// Stock optimizers whose scalars move, or that keep tensors of their own, are refused by name; never replayed wrong.
+pub fn stateful_optimizers_are_refused(device: &Device) {
+    let run = |optimizer: ModuleOptimizer| {
+        let (device, model, twin) = twins::<Mlp>(device);
+        let mut expected = (twin, optimizer.clone());
+        let loss = CrossEntropyLossConfig::new().init(&device);
+        let mut step = GraphedStep::new(
+            Training::new(model, optimizer),
+            GraphConfig::new(),
+            closure::<Mlp>(&device, |_| {}),
+        )
+        .expect("one device");
+        let mut last = String::new();
+        for index in 0..8 {
+            let out = step.run(batch(&device, index, 64), LR).expect("runs");
+            last = word(&out).to_string();
+            let (x, y) = batch(&device, index, 64);
+            let grads = GradientsParams::from_grads(
+                loss.forward(expected.0.forward(x), y).backward(),
+                &expected.0,
+            );
+            expected.0 = expected.1.step(LR, expected.0.clone(), grads);
+            assert_eq!(bits(&step.model()), bits(&expected.0), "step {index}");
+        }
+        assert_eq!(step.report().captures, 0);
+        assert_eq!(step.report().refusals.len(), 1);
+        last
+    };
+    assert_eq!(run(AdamConfig::new().init()), "moving-scalar");
+    let momentum = MomentumConfig {
+        momentum: 0.9,
+        dampening: 0.0,
+        nesterov: false,
+    };
+    assert_eq!(
+        run(SgdConfig::new().with_momentum(Some(momentum)).init()),
+        "hidden-state"
+    );
+    // Weight decay keeps nothing and moves nothing: it replays.
+    let (device, model, _) = twins::<Mlp>(device);
+    let decay = burn::optim::decay::WeightDecayConfig::new(0.01);
+    let mut step = GraphedStep::new(
+        Training::new(
+            model,
+            SgdConfig::new().with_weight_decay(Some(decay)).init(),
+        ),
+        required(),
+        closure::<Mlp>(&device, |_| {}),
+    )
+    .expect("one device");
+    for index in 0..6 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+    }
+    assert_eq!(step.report().replayed, 2);
+}
+
+/// A learning rate that moves is applied at the next step, whatever was recorded before.
+pub fn a_moving_learning_rate_is_followed(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new(), &device);
+    let rates = [0.05; 6]
+        .into_iter()
+        .chain([0.04, 0.03, 0.0, 0.02])
+        .chain([0.05; 3]);
+    for (index, rate) in rates.enumerate() {
+        let before = bits(&step.model());
+        let out = step.run(batch(&device, index, 64), rate).expect("runs");
+        eager.step(batch(&device, index, 64), rate);
+        assert_eq!(
+            bits(&step.model()),
+            bits(&eager.model),
+            "step {index} at {rate}"
+        );
+        match (index, rate) {
+            (6..10, _) => assert_eq!(word(&out), "learning-rate-moved", "step {index}"),
+            (10.., _) => assert_eq!(
+                word(&out),
+                "replayed",
+                "the first rate's graph is still there"
+            ),
+            _ => {}
+        }
+        assert_eq!(rate == 0.0, before == bits(&step.model()));
+    }
+}
+
+/// A rate that hides in the closure is caught while it moves.
+pub fn a_hidden_rate_is_refused(device: &Device) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let rate = Cell::new(0.1);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, _lr| {
+            let loss = loss.forward(t.model().forward(x), y);
+            rate.set(rate.get() * 0.9);
+            t.optimize(
+                rate.get(),
+                GradientsParams::from_grads(loss.backward(), t.model()),
+            );
+            loss
+        },
+    )
+    .expect("one device");
+    for index in 0..6 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        let expected = if index == 0 {
+            "warming-up"
+        } else {
+            "moving-scalar"
+        };
+        assert_eq!(word(&out), expected, "step {index}: {}", out.path);
+    }
+}
+
+/// Tensors made from host data in the step, and tensors that the closure carries over, are refused by name.
+pub fn hidden_inputs_are_refused(device: &Device) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, lr| {
+            let scale = Tensor::<2>::from_data([[0.5f32]], &x.device());
+            let loss = loss.forward(t.model().forward(x * scale), y);
+            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+            loss
+        },
+    )
+    .expect("one device");
+    let out = step.run(batch(&device, 0, 64), LR).expect("runs");
+    assert_eq!(word(&out), "host-data", "{}", out.path);
+
+    let (device, model, _) = twins::<Mlp>(&device.inner());
+    let average: Mutex<Option<Tensor<1>>> = Mutex::new(None);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, lr| {
+            let loss = loss.forward(t.model().forward(x), y);
+            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+            let mut average = average.lock().expect("not poisoned");
+            let now = loss.clone().detach();
+            *average = Some(match average.take() {
+                Some(before) => before * 0.9 + now * 0.1,
+                None => now * 1.0,
+            });
+            loss
+        },
+    )
+    .expect("one device");
+    let words: Vec<&str> = (0..8)
+        .map(|index| word(&step.run(batch(&device, index, 64), LR).expect("runs")))
+        .collect();
+    assert_eq!(words.last(), Some(&"hidden-state"), "{words:?}");
+    assert_eq!(step.report().captures, 0);
+}
+
+/// A constant that the closure owns is part of the recording and stays alive with it.
+pub fn a_constant_of_the_closure_replays(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut expected = (twin, SgdConfig::new().init());
+    let scale = Tensor::<2>::from_data([[0.5f32]], &device);
+    let theirs = Tensor::<2>::from_data([[0.5f32]], &device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let other = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        required(),
+        move |t: &mut Training<Mlp>, (x, y): Batch, lr| {
+            let loss = loss.forward(t.model().forward(x * scale.clone()), y);
+            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+            loss
+        },
+    )
+    .expect("one device");
+    for index in 0..8 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        let (x, y) = batch(&device, index, 64);
+        let grads = other
+            .forward(expected.0.forward(x * theirs.clone()), y)
+            .backward();
+        let grads = GradientsParams::from_grads(grads, &expected.0);
+        expected.0 = expected.1.step(LR, expected.0.clone(), grads);
+    }
+    assert_eq!(step.report().replayed, 4);
+    assert_eq!(bits(&step.model()), bits(&expected.0));
+}
+
+/// Two states that trade tensors in the step: each must be read before its buffer is written.
+pub fn states_that_swap(device: &Device) {
+    let (device, first, first_twin) = twins::<Mlp>(device);
+    let second = Mlp::make(&device);
+    let second_twin = second.valid().train();
+    let sgd = || SgdConfig::new().init();
+    type Pair = (Training<Mlp>, Training<Mlp>);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let step_of = |loss: CrossEntropyLoss| {
+        move |pair: &mut Pair, (x, y): Batch, lr: f64| {
+            let out = loss.forward(pair.0.model().forward(x), y);
+            let grads = GradientsParams::from_grads(out.backward(), pair.0.model());
+            pair.0.optimize(lr, grads);
+            core::mem::swap(&mut pair.0, &mut pair.1);
+            out
+        }
+    };
+    let mut expected: Pair = (
+        Training::new(first_twin, sgd()),
+        Training::new(second_twin, sgd()),
+    );
+    let plain = step_of(loss.clone());
+    let mut step = GraphedStep::new(
+        (Training::new(first, sgd()), Training::new(second, sgd())),
+        required(),
+        step_of(loss),
+    )
+    .expect("one device");
+    for index in 0..9 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        if index > 3 {
+            assert_eq!(word(&out), "replayed");
+        }
+        plain(&mut expected, batch(&device, index, 64), LR);
+        let state = step.state();
+        assert_eq!(
+            bits(state.0.model()),
+            bits(expected.0.model()),
+            "step {index}"
+        );
+        assert_eq!(
+            bits(state.1.model()),
+            bits(expected.1.model()),
+            "step {index}"
+        );
+    }
+}
+
+/// A step driven from another thread than the one that made it stays on its stream and equals eager.
+pub fn a_step_moves_between_threads(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        required(),
+        move |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
+            let loss = loss.forward(t.model().forward(x), y);
+            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+            loss
+        },
+    )
+    .expect("one device");
+    for index in 0..5 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        eager.step(batch(&device, index, 64), LR);
+    }
+    let step = std::thread::scope(|scope| {
+        scope
+            .spawn(|| {
+                for index in 5..10 {
+                    let out = step.run(batch(&device, index, 64), LR).expect("runs");
+                    assert_eq!(word(&out), "replayed");
+                }
+                step
+            })
+            .join()
+            .expect("the other thread")
+    });
+    for index in 5..10 {
+        eager.step(batch(&device, index, 64), LR);
+    }
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+}
+
+/// Bad input: a clear error that names the value, the state as it was, and the next call works.
+pub fn bad_input_is_an_error(device: &Device) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..5 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+    }
+    let before = bits(&step.model());
+
+    let (x, _) = batch(&device, 0, 64);
+    let empty = (Tensor::zeros([0, 32], &device), Tensor::zeros([0], &device));
+    let error = step.run(empty, LR).expect_err("no samples");
+    assert!(
+        matches!(&error, StepError::EmptyBatch { index: 0, shape } if shape == &[0, 32]),
+        "{error}"
+    );
+
+    let error = step
+        .run(batch(&device, 0, 64), f64::NAN)
+        .expect_err("not a rate");
+    assert!(matches!(error, StepError::LearningRate { .. }), "{error}");
+
+    let elsewhere: Tensor<1, Int> = Tensor::zeros([64], &Device::flex());
+    let error = step.run((x, elsewhere), LR).expect_err("another device");
+    assert!(
+        matches!(&error, StepError::BatchDevice { index: 1, .. }),
+        "{error}"
+    );
+    assert!(error.to_string().contains("to_device"));
+
+    assert_eq!(bits(&step.model()), before);
+    let out = step.run(batch(&device, 5, 64), LR).expect("runs");
+    assert_eq!(word(&out), "replayed");
+    assert_eq!(step.report().steps(), 6);
+}
+
+/// Another dtype is another key: it warms up on its own and is not fed to the old graph.
+pub fn another_dtype_is_another_key(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new(), &device);
+    for index in 0..6 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+        eager.step(batch(&device, index, 64), LR);
+    }
+    let other = |index| {
+        let (x, y) = batch(&device, index, 64);
+        (x, y.cast(burn::tensor::IntDType::U32))
+    };
+    let out = step.run(other(6), LR).expect("runs");
+    assert_eq!(word(&out), "warming-up");
+    eager.step(other(6), LR);
+    assert_eq!(bits(&step.model()), bits(&eager.model));
+}
+
+/// A model moved to a device without graphs trains on there, and says why it is eager.
+pub fn a_model_moved_away_falls_back_by_name(device: &Device) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
+            let loss = CrossEntropyLossConfig::new().init(&x.device());
+            let loss = loss.forward(t.model().forward(x), y);
+            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+            loss
+        },
+    )
+    .expect("one device");
+    for index in 0..5 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+    }
+    let before = bits(&step.model());
+    let cpu = Device::flex().autodiff();
+    step.update_state(|training| {
+        let (model, optimizer) = training.into_parts();
+        Training::new(model.fork(&cpu), optimizer)
+    })
+    .expect("one device");
+    assert_eq!(bits(&step.model()), before);
+    let error = step
+        .run(batch(&device, 5, 64), LR)
+        .expect_err("the batch is on the old device");
+    assert!(
+        matches!(error, StepError::BatchDevice { index: 0, .. }),
+        "{error}"
+    );
+    let out = step.run(batch(&cpu, 5, 64), LR).expect("runs");
+    assert_eq!(word(&out), "unsupported", "{}", out.path);
+}
+
+/// The graph's bound: a third key evicts the least recently used one, which is recorded again when it comes back.
+pub fn the_cache_is_bounded(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let mut step = graphed(model, GraphConfig::new().with_max_graphs(2), &device);
+    let mut index = 0;
+    for size in [64, 48, 32, 64] {
+        for _ in 0..6 {
+            step.run(batch(&device, index, size), LR).expect("runs");
+            eager.step(batch(&device, index, size), LR);
+            index += 1;
+        }
+        assert_eq!(bits(&step.model()), bits(&eager.model), "size {size}");
+    }
+    let report = step.report();
+    assert_eq!(
+        (report.graphs_held, report.captures, report.evictions),
+        (2, 4, 2),
+        "{report}"
+    );
+    let json = serde_json::to_string(&report).expect("serialises");
+    let back: burn_cuda_graph::Report = serde_json::from_str(&json).expect("deserialises");
+    assert_eq!(back, report);
+}

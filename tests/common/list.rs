@@ -1,0 +1,181 @@
+// One test per body, the same list for every device. Captures share the process's one window: serial.
+
+#[test]
+#[serial]
+fn training_equals_eager_mlp() {
+    bodies::training_equals_eager::<Mlp>(&device(), 20)
+}
+
+#[test]
+#[serial]
+fn case_06_batch_norm_statistics_equal_eager() {
+    bodies::training_equals_eager::<BnNet>(&device(), 10)
+}
+
+#[test]
+#[serial]
+fn case_24_ten_steps_sum_to_ten() {
+    bodies::training_equals_eager::<Mlp>(&device(), 10)
+}
+
+#[test]
+#[serial]
+fn case_07_last_smaller_batch() {
+    bodies::last_smaller_batch(&device())
+}
+
+#[test]
+#[serial]
+fn alternating_shapes() {
+    bodies::alternating_shapes(&device())
+}
+
+#[test]
+#[serial]
+fn case_08_outputs_are_the_callers() {
+    bodies::outputs_are_the_callers(&device())
+}
+
+#[test]
+#[serial]
+fn snapshots_are_the_callers() {
+    bodies::snapshots_are_the_callers(&device())
+}
+
+#[test]
+#[serial]
+fn case_10_replaced_weights_train_on() {
+    bodies::replaced_weights_train_on(&device())
+}
+
+#[test]
+#[serial]
+fn case_12_a_loader_uploads_during_captures() {
+    bodies::a_loader_uploads_during_captures(&device(), 50)
+}
+
+#[test]
+#[serial]
+fn case_13_two_trainers() {
+    bodies::two_trainers(&device())
+}
+
+#[test]
+#[serial]
+fn case_14_canaries_stay_intact() {
+    bodies::canaries_stay_intact(&device())
+}
+
+#[test]
+#[serial]
+fn case_16_and_19_a_read_in_the_step_is_refused() {
+    bodies::a_read_in_the_step_is_refused(&device())
+}
+
+#[test]
+#[serial]
+fn case_17_a_panic_while_recording() {
+    bodies::a_panic_while_recording(&device())
+}
+
+#[test]
+#[serial]
+fn a_panic_in_an_eager_step() {
+    bodies::a_panic_in_an_eager_step(&device())
+}
+
+#[test]
+#[serial]
+fn case_18_refused_captures_leak_nothing() {
+    bodies::refused_captures_leak_nothing(&device(), 100)
+}
+
+#[test]
+#[serial]
+fn evictions_give_memory_back() {
+    bodies::evictions_give_memory_back(&device(), 10)
+}
+
+#[test]
+#[serial]
+fn case_21_a_never_settling_stream() {
+    bodies::a_never_settling_stream(&device())
+}
+
+#[test]
+#[serial]
+fn case_22_replays_need_no_sync() {
+    bodies::replays_need_no_sync(&device(), 1000)
+}
+
+#[test]
+#[serial]
+fn random_operations_are_refused() {
+    bodies::random_operations_are_refused(&device())
+}
+
+#[test]
+#[serial]
+fn stateful_optimizers_are_refused() {
+    bodies::stateful_optimizers_are_refused(&device())
+}
+
+#[test]
+#[serial]
+fn a_moving_learning_rate_is_followed() {
+    bodies::a_moving_learning_rate_is_followed(&device())
+}
+
+#[test]
+#[serial]
+fn a_hidden_rate_is_refused() {
+    bodies::a_hidden_rate_is_refused(&device())
+}
+
+#[test]
+#[serial]
+fn hidden_inputs_are_refused() {
+    bodies::hidden_inputs_are_refused(&device())
+}
+
+#[test]
+#[serial]
+fn a_constant_of_the_closure_replays() {
+    bodies::a_constant_of_the_closure_replays(&device())
+}
+
+#[test]
+#[serial]
+fn states_that_swap() {
+    bodies::states_that_swap(&device())
+}
+
+#[test]
+#[serial]
+fn a_step_moves_between_threads() {
+    bodies::a_step_moves_between_threads(&device())
+}
+
+#[test]
+#[serial]
+fn bad_input_is_an_error() {
+    bodies::bad_input_is_an_error(&device())
+}
+
+#[test]
+#[serial]
+fn another_dtype_is_another_key() {
+    bodies::another_dtype_is_another_key(&device())
+}
+
+#[test]
+#[serial]
+fn a_model_moved_away_falls_back_by_name() {
+    bodies::a_model_moved_away_falls_back_by_name(&device())
+}
+
+#[test]
+#[serial]
+fn the_cache_is_bounded() {
+    bodies::the_cache_is_bounded(&device())
+}

@@ -1,0 +1,200 @@
+//! Bodies of the tests that need a device with graphs, and their fixture: a graphed twin and an eager one from the
+//! same weights on the same batches, compared bit by bit after every step.
+//!
+//! The bodies run on software Vulkan (`software_graph.rs`) and on CUDA (`cuda.rs`). Every one of them asserts which
+//! path ran: a step that quietly fell back to eager would pass any comparison.
+
+#![allow(dead_code)]
+
+pub mod bodies;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::tensor::{Device, Int, Tensor, TensorData, activation::relu};
+use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepOutput, StepPath, Training};
+
+pub const LR: f64 = 0.05;
+
+/// 32-128-8.
+#[derive(Module, Debug)]
+pub struct Mlp {
+    hidden: Linear,
+    output: Linear,
+}
+
+impl Mlp {
+    pub fn new(device: &Device) -> Self {
+        Self {
+            hidden: LinearConfig::new(32, 128).init(device),
+            output: LinearConfig::new(128, 8).init(device),
+        }
+    }
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.output.forward(relu(self.hidden.forward(x)))
+    }
+}
+
+/// A convolution, BatchNorm and a linear layer on `[batch, 1, 8, 4]`.
+#[derive(Module, Debug)]
+pub struct BnNet {
+    conv: Conv2d,
+    norm: BatchNorm,
+    output: Linear,
+}
+
+impl BnNet {
+    pub fn new(device: &Device) -> Self {
+        Self {
+            conv: Conv2dConfig::new([1, 4], [3, 3]).init(device),
+            norm: BatchNormConfig::new(4).init(device),
+            output: LinearConfig::new(4 * 6 * 2, 8).init(device),
+        }
+    }
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let [batch, _] = x.dims();
+        let x = self.conv.forward(x.reshape([batch, 1, 8, 4]));
+        let x = relu(self.norm.forward(x));
+        self.output.forward(x.flatten(1, 3))
+    }
+}
+
+/// A network that the fixture can train.
+pub trait Net: Module + 'static {
+    fn make(device: &Device) -> Self;
+    fn run(&self, x: Tensor<2>) -> Tensor<2>;
+}
+
+impl Net for Mlp {
+    fn make(device: &Device) -> Self {
+        Self::new(device)
+    }
+    fn run(&self, x: Tensor<2>) -> Tensor<2> {
+        self.forward(x)
+    }
+}
+
+impl Net for BnNet {
+    fn make(device: &Device) -> Self {
+        Self::new(device)
+    }
+    fn run(&self, x: Tensor<2>) -> Tensor<2> {
+        self.forward(x)
+    }
+}
+
+pub type Batch = (Tensor<2>, Tensor<1, Int>);
+
+/// The `index`-th batch of `size` samples, the same on every call.
+pub fn batch(device: &Device, index: usize, size: usize) -> Batch {
+    let mut state = (index as u64 + 1) * 0x9E37_79B9_7F4A_7C15 + size as u64;
+    let mut next = || {
+        state = state
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let x: Vec<f32> = (0..size * 32).map(|_| next()).collect();
+    let y: Vec<i32> = (0..size)
+        .map(|sample| ((x[sample * 32] + 0.5) * 7.99) as i32)
+        .collect();
+    (
+        Tensor::from_data(TensorData::new(x, [size, 32]), device),
+        Tensor::from_data(TensorData::new(y, [size]), device),
+    )
+}
+
+/// The bits of every float tensor of a model, settled.
+pub fn bits<M: Module>(model: &M) -> Vec<Vec<u32>> {
+    struct Reader(Vec<Vec<u32>>);
+    impl ModuleVisitor for Reader {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let values: Vec<f32> = param.val().into_data().try_into_vec().expect("f32 values");
+            self.0.push(values.into_iter().map(f32::to_bits).collect());
+        }
+    }
+    let mut reader = Reader(Vec::new());
+    model.valid().visit(&mut reader);
+    reader.0
+}
+
+pub fn value(loss: &Tensor<1>) -> f32 {
+    loss.clone().into_scalar::<f32>()
+}
+
+/// Plain Burn.
+pub struct Eager<M> {
+    pub model: M,
+    optimizer: ModuleOptimizer,
+    loss: CrossEntropyLoss,
+}
+
+impl<M: Net> Eager<M> {
+    pub fn new(model: M, device: &Device) -> Self {
+        Self {
+            model,
+            optimizer: SgdConfig::new().init(),
+            loss: CrossEntropyLossConfig::new().init(device),
+        }
+    }
+    pub fn step(&mut self, (x, y): Batch, lr: f64) -> Tensor<1> {
+        let loss = self.loss.forward(self.model.run(x), y);
+        let grads = GradientsParams::from_grads(loss.backward(), &self.model);
+        self.model = self.optimizer.step(lr, self.model.clone(), grads);
+        loss
+    }
+}
+
+/// The step's closure, with a hook that runs in it.
+pub fn closure<M: Net>(
+    device: &Device,
+    hook: impl Fn(&Tensor<1>),
+) -> impl Fn(&mut Training<M>, Batch, f64) -> Tensor<1> {
+    let loss = CrossEntropyLossConfig::new().init(device);
+    move |t, (x, y), lr| {
+        let loss = loss.forward(t.model().run(x), y);
+        hook(&loss);
+        let grads = GradientsParams::from_grads(loss.backward(), t.model());
+        t.optimize(lr, grads);
+        loss
+    }
+}
+
+pub fn required() -> GraphConfig {
+    GraphConfig::new().with_policy(Policy::RequireGraph)
+}
+
+/// The autodiff device of a graph device, and two independent models of equal weights on it.
+pub fn twins<M: Net>(device: &Device) -> (Device, M, M) {
+    let device = device.clone().autodiff();
+    device.seed(7);
+    let model = M::make(&device);
+    let twin = model.valid().train();
+    (device, model, twin)
+}
+
+/// What path a step took, in a word.
+pub fn word<O>(output: &StepOutput<O>) -> &'static str {
+    match &output.path {
+        StepPath::Eager(reason) => reason.name(),
+        StepPath::Recorded => "recorded",
+        StepPath::Replayed => "replayed",
+    }
+}
+
+/// A graphed step over SGD with the given configuration.
+pub fn graphed<M: Net>(
+    model: M,
+    config: GraphConfig,
+    device: &Device,
+) -> GraphedStep<Training<M>, Batch, Tensor<1>, impl Fn(&mut Training<M>, Batch, f64) -> Tensor<1>>
+{
+    GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        config,
+        closure::<M>(device, |_| {}),
+    )
+    .expect("the state is on one device")
+}
