@@ -51,7 +51,19 @@ fn case_10_replaced_weights_train_on() {
 #[test]
 #[serial]
 fn case_12_a_loader_uploads_during_captures() {
-    bodies::a_loader_uploads_during_captures(&device(), 50)
+    bodies::a_loader_works_during_captures(&device(), 50, true, false)
+}
+
+#[test]
+#[serial]
+fn case_12_a_loader_reads_during_captures() {
+    bodies::a_loader_works_during_captures(&device(), 50, true, true)
+}
+
+#[test]
+#[serial]
+fn case_12_an_unannounced_loader_is_not_poisoned() {
+    bodies::a_loader_works_during_captures(&device(), 10, false, false)
 }
 
 #[test]
@@ -178,4 +190,10 @@ fn a_model_moved_away_falls_back_by_name() {
 #[serial]
 fn the_cache_is_bounded() {
     bodies::the_cache_is_bounded(&device())
+}
+
+#[test]
+#[serial]
+fn watched_steps_launch_what_plain_burn_does() {
+    bodies::watched_steps_launch_what_plain_burn_does(&device())
 }

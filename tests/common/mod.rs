@@ -139,8 +139,14 @@ impl<M: Net> Eager<M> {
             loss: CrossEntropyLossConfig::new().init(device),
         }
     }
-    pub fn step(&mut self, (x, y): Batch, lr: f64) -> Tensor<1> {
+    pub fn step(&mut self, batch: Batch, lr: f64) -> Tensor<1> {
+        self.step_with(batch, lr, |_| {})
+    }
+
+    /// A step that runs `hook` between the forward and the backward pass.
+    pub fn step_with(&mut self, (x, y): Batch, lr: f64, hook: impl Fn(&Tensor<1>)) -> Tensor<1> {
         let loss = self.loss.forward(self.model.run(x), y);
+        hook(&loss);
         let grads = GradientsParams::from_grads(loss.backward(), &self.model);
         self.model = self.optimizer.step(lr, self.model.clone(), grads);
         loss
@@ -167,12 +173,42 @@ pub fn required() -> GraphConfig {
 }
 
 /// The autodiff device of a graph device, and two independent models of equal weights on it.
-pub fn twins<M: Net>(device: &Device) -> (Device, M, M) {
+///
+/// Kernels are tuned for `sizes` before, on a third model: the first steps of a shape in a process try several kernels
+/// whose sums round differently, for plain Burn as for us, so two twins only compare after that.
+pub fn twins_for<M: Net>(device: &Device, sizes: &[usize]) -> (Device, M, M) {
     let device = device.clone().autodiff();
+    let mut tuned = Eager::new(M::make(&device), &device);
+    for size in sizes {
+        for index in 0..3 {
+            value(&tuned.step(batch(&device, index, *size), 0.0));
+        }
+    }
     device.seed(7);
     let model = M::make(&device);
     let twin = model.valid().train();
     (device, model, twin)
+}
+
+/// Twins tuned for batches of 64.
+pub fn twins<M: Net>(device: &Device) -> (Device, M, M) {
+    twins_for(device, &[64])
+}
+
+/// Both lists of tensors hold the same bits.
+#[track_caller]
+pub fn assert_same(ours: &[Vec<u32>], theirs: &[Vec<u32>], when: impl core::fmt::Display) {
+    assert_eq!(ours.len(), theirs.len(), "{when}");
+    let (mut differing, mut largest) = (0, 0f32);
+    for (a, b) in ours.iter().flatten().zip(theirs.iter().flatten()) {
+        differing += usize::from(a != b);
+        largest = largest.max((f32::from_bits(*a) - f32::from_bits(*b)).abs());
+    }
+    let total: usize = ours.iter().map(Vec::len).sum();
+    assert_eq!(
+        differing, 0,
+        "{when}: of {total} values, the largest difference {largest:e}"
+    );
 }
 
 /// What path a step took, in a word.
@@ -197,4 +233,24 @@ pub fn graphed<M: Net>(
         closure::<M>(device, |_| {}),
     )
     .expect("the state is on one device")
+}
+
+/// Kernel launches of `f` and of everything it leaves queued.
+pub fn launches(device: &Device, f: impl FnOnce()) -> u64 {
+    use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    #[derive(Default)]
+    struct Count(AtomicU64);
+    impl LaunchObserver for Count {
+        fn launched(&self, _kernel: &'static str) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    let count = Arc::new(Count::default());
+    let observation = LaunchObservation::new(count.clone());
+    f();
+    device.clone().inner().sync().expect("syncs");
+    drop(observation);
+    count.0.load(Ordering::Relaxed)
 }

@@ -31,6 +31,20 @@ fn copy_1<E: Numeric>(src0: &[E], dst0: &mut [E], #[define(E)] _elem: ElemType) 
 }
 
 #[cube(launch)]
+fn copy_2<E: Numeric>(
+    src0: &[E],
+    dst0: &mut [E],
+    src1: &[E],
+    dst1: &mut [E],
+    #[define(E)] _elem: ElemType,
+) {
+    let position = ABSOLUTE_POS;
+    copy_element(src0, dst0, position, 0);
+    let start1 = src0.len();
+    copy_element(src1, dst1, position, start1);
+}
+
+#[cube(launch)]
 fn copy_4<E: Numeric>(
     src0: &[E],
     dst0: &mut [E],
@@ -123,7 +137,7 @@ fn copy_16<E: Numeric>(
 }
 
 /// Pairs one launch takes, largest first.
-const ARITIES: [usize; 3] = [16, 4, 1];
+const ARITIES: [usize; 4] = [16, 4, 2, 1];
 
 /// Whether both tensors lie in memory the same way without holes, so that copying their bytes copies them.
 fn same_layout(src: &CubeTensor, dst: &CubeTensor) -> bool {
@@ -292,6 +306,16 @@ fn launch(client: &Client, pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) 
             arg(&pairs[2].1, elem),
             arg(&pairs[3].0, elem),
             arg(&pairs[3].1, elem),
+            elem,
+        ),
+        2 => copy_2::launch(
+            client,
+            count,
+            dim,
+            arg(&pairs[0].0, elem),
+            arg(&pairs[0].1, elem),
+            arg(&pairs[1].0, elem),
+            arg(&pairs[1].1, elem),
             elem,
         ),
         _ => copy_1::launch(

@@ -107,6 +107,58 @@ impl<D: CaptureDriver> Drop for Window<'_, D> {
 #[cfg(feature = "cubecl-backend")]
 pub(crate) use device::{DeviceDriver, SealedGraph};
 
+/// Let the calling thread read tensors and wait for the device while another thread's step is being recorded.
+///
+/// CubeCL opens its windows in the CUDA driver's global mode: a thread that waits for an event meanwhile (any read of a
+/// tensor does) is refused, with status 900, and spoils the recording. This puts the calling thread into the mode in
+/// which other threads' windows are not its business. Threads that run a [`GraphedStep`](crate::GraphedStep) are put
+/// into it by themselves; call it once on every other thread that reads from the device or syncs it while a step
+/// may be recorded. Threads that only make tensors need nothing.
+///
+/// Does nothing without the feature `cuda` or without a CUDA driver.
+pub fn tolerate_captures() {
+    #[cfg(feature = "cuda")]
+    capture_mode::tolerate_captures();
+}
+
+/// The driver's per-thread capture mode.
+#[cfg(feature = "cuda")]
+mod capture_mode {
+    use cudarc::driver::sys::{
+        CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode, is_culib_present,
+    };
+    use std::cell::Cell;
+
+    pub(super) fn tolerate_captures() {
+        thread_local! {
+            static DONE: Cell<bool> = const { Cell::new(false) };
+        }
+        if !DONE.replace(true) {
+            exchange(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+        }
+    }
+
+    /// Set the calling thread's mode; the one it had, where there is a driver.
+    #[expect(unsafe_code)]
+    pub(super) fn exchange(mode: CUstreamCaptureMode) -> Option<CUstreamCaptureMode> {
+        // SAFETY: it only looks for the driver's library.
+        if !unsafe { is_culib_present() } {
+            return None;
+        }
+        let mut mode = mode;
+        // SAFETY: `mode` is a valid pointer for the call, which reads and writes it and nothing else; the library is
+        // present, as was just checked.
+        let status = unsafe { cuThreadExchangeStreamCaptureMode(&mut mode) };
+        match status.result() {
+            Ok(()) => Some(mode),
+            Err(err) => {
+                log::debug!("the thread's capture mode stays as it is: {err}");
+                None
+            }
+        }
+    }
+}
+
 #[cfg(feature = "cubecl-backend")]
 mod device {
     use super::CaptureDriver;

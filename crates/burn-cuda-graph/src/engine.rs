@@ -34,6 +34,8 @@ pub(crate) enum Attempt<G, O> {
     Refused(Refusal),
     /// No window was opened: another is open on the device.
     Busy,
+    /// No window was opened: what the rehearsal left warm is gone, so the step is to be rehearsed again.
+    Stale,
 }
 
 /// Runs steps for the engine.
@@ -116,6 +118,14 @@ impl<F, G> Engine<F, G> {
             launches_eager: None,
             launches_replay: None,
         }
+    }
+
+    /// The sealed graph of `key`, left as recently used as it was.
+    pub fn sealed(&self, key: &ShapeKey) -> Option<&G> {
+        self.cache
+            .iter()
+            .find(|(other, _)| *other == key)
+            .and_then(|(_, entry)| entry.graph.as_ref())
     }
 
     pub fn config(&self) -> &GraphConfig {
@@ -280,6 +290,12 @@ impl<F, G> Engine<F, G> {
                 reason
             }
             Attempt::Busy => FallbackReason::CaptureBusy,
+            Attempt::Stale => {
+                if let Some(entry) = self.cache.get_mut(&key) {
+                    entry.lifecycle.rehearse_again();
+                }
+                return self.warm(key, true, None, host);
+            }
         };
         self.require(&reason)?;
         let started = Instant::now();
@@ -433,6 +449,7 @@ mod tests {
         Other,
         Final,
         Busy,
+        Stale,
         Panic,
     }
 
@@ -490,6 +507,7 @@ mod tests {
                     detail: "read".into(),
                 })),
                 Outcome::Busy => Attempt::Busy,
+                Outcome::Stale => Attempt::Stale,
                 Outcome::Panic => panic!("scripted"),
             })
         }
@@ -553,8 +571,9 @@ mod tests {
                         Outcome::Other,
                         Outcome::Final,
                         Outcome::Busy,
+                        Outcome::Stale,
                         Outcome::Panic,
-                    ][random.below(6) as usize];
+                    ][random.below(7) as usize];
                     host.windows = vec![outcome];
                 }
                 host.panics_eager = random.below(25) == 0;

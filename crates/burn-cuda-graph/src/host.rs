@@ -10,11 +10,11 @@ use crate::engine::{Attempt, StepHost, Watch};
 use crate::error::{FallbackReason, StepError};
 use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
-use crate::pool::{PageNeeds, Pinned, Pool, duplicate_like, id};
+use crate::pool::{Pinned, Pool, duplicate_like, id};
 use crate::state::{self, StepState};
 use crate::step::run_eager;
 use crate::support::Support;
-use crate::tensor::AnyTensor;
+use crate::tensor::{AnyTensor, TensorSpec};
 use crate::tree::{self, TensorTree};
 use burn::tensor::Device;
 use burn_fusion::observer::FusionObservation;
@@ -40,6 +40,7 @@ pub(crate) struct HostCore {
 impl HostCore {
     pub fn new(device: &Device, support: &Support) -> Self {
         let usable = !matches!(support, Support::None { .. });
+        crate::driver::tolerate_captures();
         Self {
             pool: usable.then(|| Pool::new(device)).flatten(),
             driver: DeviceDriver::new(device.clone()),
@@ -64,8 +65,7 @@ impl HostCore {
     pub fn forget(&mut self) {
         self.attached = false;
         if let Some(pool) = &mut self.pool {
-            pool.state = None;
-            pool.trim();
+            pool.clear();
         }
     }
 
@@ -107,6 +107,16 @@ pub(crate) struct Sealed<O> {
     output: O,
     bytes: u64,
     launches: Option<u64>,
+}
+
+impl<O> Sealed<O> {
+    /// Enqueue the graph alone.
+    pub fn replay_bare(&self, core: &mut HostCore) -> Result<(), String> {
+        match core.pool.as_mut() {
+            Some(pool) => self.graph.replay(pool),
+            None => Err("the graph's pool is gone".to_string()),
+        }
+    }
 }
 
 /// One call's host.
@@ -175,8 +185,9 @@ where
             *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
             self.core.attached = true;
         }
-        graph.inputs.write(&tree::tensors_of(self.batch))?;
+        let refreshed = graph.inputs.refresh(&tree::tensors_of(self.batch));
         graph.graph.replay(pool)?;
+        drop(refreshed);
         let output = copy_out(&graph.output);
         if self.synced {
             self.core.sync()?;
@@ -237,15 +248,14 @@ where
 
     fn watch_eager(&mut self) -> Result<(O, Fingerprint), StepError> {
         let before = state::tensors_of(self.state);
-        if let Some(pool) = &self.core.pool {
-            pool.drain();
-        }
+        let step_end = self.core.pool.as_ref().map(|pool| pool.step_end(&before));
         let recorder = Arc::new(Recorder::default());
         let (output, launches) = {
             let _operations = FusionObservation::new(recorder.clone());
             let _launches = LaunchObservation::new(recorder.clone());
             let output = self.run_eager();
             self.state.settle();
+            drop(step_end);
             if let Some(pool) = &self.core.pool {
                 pool.drain();
                 pool.settle_queue();
@@ -268,19 +278,29 @@ where
     /// is known.
     fn rehearse(&mut self) -> Result<(O, Option<Fingerprint>), StepError> {
         let _window = exclusive();
+        let shapes: Vec<TensorSpec> = tree::tensors_of(self.batch)
+            .iter()
+            .map(AnyTensor::spec)
+            .collect();
+        let mut base_bytes = None;
         if let Some(pool) = &self.core.pool {
             pool.drain();
-            pool.trim();
+            // Only the first time: a trim makes the rehearsals of other shapes stale, and two shapes that take turns
+            // would keep each other from ever being recorded.
+            if pool.rehearsal(&shapes).is_none() {
+                pool.trim();
+                base_bytes = Some(pool.bytes_reserved());
+            }
         }
-        // The guard borrows the driver, which the step does not touch.
+        // The guard borrows a driver of its own, since the step borrows the core's.
         let driver = DeviceDriver::new(self.core.device.clone());
         let prepared = Prepared::new(&driver);
         let (output, fingerprint) = self.watch_eager()?;
-        if let Some(pool) = &mut self.core.pool {
-            pool.needs = PageNeeds::after_step(&pool.report());
-        }
         match prepared {
             Ok(prepared) => {
+                if let Some(pool) = &mut self.core.pool {
+                    pool.rehearsed(shapes, fingerprint.launches.unwrap_or(0), base_bytes);
+                }
                 drop(prepared);
                 Ok((output, Some(fingerprint)))
             }
@@ -303,6 +323,11 @@ where
         let Some(pool) = self.core.pool.as_mut() else {
             return Ok(Attempt::Busy);
         };
+        let batch = tree::tensors_of(self.batch);
+        let shapes: Vec<TensorSpec> = batch.iter().map(AnyTensor::spec).collect();
+        let Some(rehearsal) = pool.fresh_rehearsal(&shapes) else {
+            return Ok(Attempt::Stale);
+        };
 
         // The state goes into graph-owned buffers; `snapshot` holds it outside of them.
         let (owned, snapshot) = match (&pool.state, self.core.attached) {
@@ -321,7 +346,6 @@ where
                 (owned.clone(), before.clone())
             }
         };
-        let batch = tree::tensors_of(self.batch);
         let inputs = Pinned::duplicate(&batch).map_err(device("taking over the batch"))?;
         let static_batch: B = {
             let mut next = inputs.tensors.iter().zip(&batch);
@@ -333,9 +357,7 @@ where
                 })
         };
 
-        pool.drain();
-        pool.trim();
-        let reserved_before = pool.bytes_reserved();
+        let step_end = pool.step_end(&before);
         let prepared = match Prepared::new(&self.core.driver) {
             Ok(prepared) => prepared,
             Err(detail) => {
@@ -347,11 +369,12 @@ where
         let warm = owned
             .write(&snapshot)
             .map_err(device("rehearsing the write-back"))?;
-        let reserve_bytes = match pool.needs.reserve(&pool.client, attempt) {
+        pool.prime_staging(rehearsal.launches + warm);
+        let reserve_bytes = match rehearsal.needs.reserve(&pool.client, attempt) {
             Ok(bytes) => bytes,
             Err(detail) => {
                 return Ok(Attempt::Refused(Refusal::Room {
-                    reserve_bytes: pool.needs.bytes(attempt),
+                    reserve_bytes: rehearsal.needs.bytes(attempt),
                     detail: format!("the headroom reserve could not be had: {detail}"),
                 }));
             }
@@ -377,6 +400,7 @@ where
                 || -> Result<(O, Vec<AnyTensor>), String> {
                     let output = step(state, static_batch, lr);
                     let after = state::tensors_of(state);
+                    drop(step_end);
                     owned.write(&after)?;
                     // Off the tape, and launched: an output nobody asked for yet would be left out of the recording.
                     let output = output.map_tensors(&mut |tensor| tensor.as_leaf());
@@ -430,13 +454,13 @@ where
         let returned = copy_out(&output);
         pool.drain();
         pool.trim();
-        let guarded = pool.bytes_reserved().saturating_sub(reserved_before);
+        let guarded = pool.bytes_reserved().saturating_sub(rehearsal.base_bytes);
         let outputs = tree::tensors_of(&output);
         let inputs_bytes = inputs.bytes();
+        let copies = (batch.len() + outputs.len()) as u64;
         let launches = match self.core.support {
-            // The copy-in is one launch for all of a batch's tensors, the copy-out one per output.
-            Support::Hardware => Some(1 + u64::from(!batch.is_empty()) + outputs.len() as u64),
-            _ => Some(recorder.launches() + u64::from(!batch.is_empty()) + outputs.len() as u64),
+            Support::Hardware => Some(1 + copies),
+            _ => Some(recorder.launches() + copies),
         };
         log::debug!(
             "recorded {} launches, {warm} of them write-back",
@@ -474,14 +498,8 @@ fn refused_by_device(panic: &(dyn core::any::Any + Send)) -> Option<String> {
         .map(String::as_str)
         .or_else(|| panic.downcast_ref::<&str>().copied())?;
     let lower = text.to_lowercase();
-    [
-        "capture window",
-        "stream_capture",
-        "while capturing",
-        "is capturing",
-        "graph capture",
-    ]
-    .iter()
-    .any(|words| lower.contains(words))
-    .then(|| text.to_string())
+    // wgpu names its window; CUDA's driver answers with one of its capture errors, 900 to 908.
+    let refused = lower.contains("capture window")
+        || (900..=908).any(|status| lower.contains(&format!("failed with status {status}")));
+    refused.then(|| text.to_string())
 }

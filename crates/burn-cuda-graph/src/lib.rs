@@ -55,6 +55,7 @@ mod pool;
 mod train;
 
 pub use config::{GraphConfig, Policy};
+pub use driver::tolerate_captures;
 pub use error::{FallbackReason, StepError};
 pub use report::{EntryReport, Report};
 pub use shape_key::{HostField, ShapeKey};

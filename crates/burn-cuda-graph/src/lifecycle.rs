@@ -183,6 +183,15 @@ impl Lifecycle {
         reason
     }
 
+    /// What the rehearsal left warm is gone.
+    pub fn rehearse_again(&mut self) {
+        if self.phase == Phase::Ready {
+            self.phase = Phase::Warming {
+                stable: self.warmup - 1,
+            };
+        }
+    }
+
     /// The graph is gone; the key is known to be stable, so one rehearsal is enough before it is recorded again.
     pub fn evicted(&mut self) {
         if self.phase == Phase::Sealed {

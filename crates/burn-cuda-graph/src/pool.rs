@@ -8,10 +8,10 @@
 //! the pools holding that many empty pages (the *headroom reserve*).
 
 use crate::copy::{copy_all, same_buffer, same_memory};
-use crate::tensor::{AnyTensor, TensorKind};
+use crate::tensor::{AnyTensor, TensorKind, TensorSpec};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{
-    BackendTensor, Dispatch, DispatchDevice, DispatchTensorKind, backend_extension,
+    BackendTensor, Dispatch, DispatchDevice, DispatchTensor, DispatchTensorKind, backend_extension,
 };
 use burn::tensor::Device;
 use burn_cubecl::tensor::CubeTensor;
@@ -19,6 +19,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fusion::{FusionBackend, FusionTensor};
 use cubecl::client::Client;
 use cubecl_runtime::memory_management::{MemoryPoolKind, MemoryReport, MemoryScope};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 type Runtime = <CubeBackend as FusionBackend>::FusionRuntime;
 
@@ -37,6 +39,15 @@ pub(crate) trait PoolOps: burn::backend::Backend {
     /// The same values and layout in a buffer of its own.
     #[fusion(dtype = src, shape = src)]
     fn graph_duplicate_bool(src: BoolTensor<Self>) -> BoolTensor<Self>;
+    /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
+    #[fusion(dtype = dst, shape = dst)]
+    fn graph_write_float(dst: FloatTensor<Self>, src: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
+    #[fusion(dtype = dst, shape = dst)]
+    fn graph_write_int(dst: IntTensor<Self>, src: IntTensor<Self>) -> IntTensor<Self>;
+    /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
+    #[fusion(dtype = dst, shape = dst)]
+    fn graph_write_bool(dst: BoolTensor<Self>, src: BoolTensor<Self>) -> BoolTensor<Self>;
 }
 
 impl PoolOps for CubeBackend {
@@ -49,6 +60,20 @@ impl PoolOps for CubeBackend {
     fn graph_duplicate_bool(src: BoolTensor<Self>) -> BoolTensor<Self> {
         duplicate_cube(src)
     }
+    fn graph_write_float(dst: FloatTensor<Self>, src: FloatTensor<Self>) -> FloatTensor<Self> {
+        write_cube(dst, src)
+    }
+    fn graph_write_int(dst: IntTensor<Self>, src: IntTensor<Self>) -> IntTensor<Self> {
+        write_cube(dst, src)
+    }
+    fn graph_write_bool(dst: BoolTensor<Self>, src: BoolTensor<Self>) -> BoolTensor<Self> {
+        write_cube(dst, src)
+    }
+}
+
+fn write_cube(dst: CubeTensor, src: CubeTensor) -> CubeTensor {
+    copy_all(&[(src, dst.clone())]);
+    dst
 }
 
 fn duplicate_cube(src: CubeTensor) -> CubeTensor {
@@ -192,6 +217,22 @@ impl Pinned {
         Ok(staged.len() as u64 + copy_all(&staged))
     }
 
+    /// Overwrite the buffers with the values of `tensors`, as operations in the stream's queue: nothing is waited for
+    /// until the queue is drained, which a replay does first. Keep what it returns until then: the fusion server may
+    /// leave out an operation whose result nobody holds. Shapes and dtypes must be those held, as the shape key sees to.
+    #[must_use]
+    pub fn refresh(&self, tensors: &[AnyTensor]) -> Vec<DispatchTensor> {
+        let write = |(held, new): (&AnyTensor, &AnyTensor)| {
+            let (dst, src) = (held.dispatch.clone(), new.clone().inner().dispatch);
+            match held.kind() {
+                TensorKind::Float => <Dispatch as PoolOps>::graph_write_float(dst, src),
+                TensorKind::Int => <Dispatch as PoolOps>::graph_write_int(dst, src),
+                TensorKind::Bool => <Dispatch as PoolOps>::graph_write_bool(dst, src),
+            }
+        };
+        self.tensors.iter().zip(tensors).map(write).collect()
+    }
+
     /// Bytes of the buffers.
     pub fn bytes(&self) -> u64 {
         self.buffers
@@ -214,6 +255,9 @@ struct PageNeed {
     /// Pages held after the step.
     pages: u64,
 }
+
+/// Bytes of one primed staging slice: the metadata of a launch with many tensors.
+const STAGED_BYTES: usize = 1024;
 
 /// Empty pages beyond what the rehearsal held: the window also holds the copies in and out.
 const SPARE_PAGES: u64 = 2;
@@ -292,9 +336,26 @@ pub(crate) struct Pool {
     device: Device,
     /// The state that graphs read and write.
     pub state: Option<Pinned>,
-    /// What the last rehearsal needed.
-    pub needs: PageNeeds,
+    /// What the rehearsals of each batch shape found.
+    rehearsals: HashMap<Vec<TensorSpec>, Rehearsal>,
 }
+
+/// What a rehearsal leaves for the window that follows it.
+#[derive(Debug, Clone)]
+pub(crate) struct Rehearsal {
+    /// Pages the step needed.
+    pub needs: PageNeeds,
+    /// Launches it made: how many metadata buffers a window may have to stage.
+    pub launches: u64,
+    /// Bytes the stream's pools held before it, trimmed.
+    pub base_bytes: u64,
+    /// The trim count at its end. A trim also drops the metadata buffers that a rehearsal leaves cached, which a
+    /// window could then only stage anew.
+    trims: u64,
+}
+
+/// Trims of any pool in the process: they reach every stream of a device.
+static TRIMS: AtomicU64 = AtomicU64::new(0);
 
 impl core::fmt::Debug for Pool {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
@@ -312,7 +373,7 @@ impl Pool {
             client,
             device: device.clone(),
             state: None,
-            needs: PageNeeds::default(),
+            rehearsals: HashMap::new(),
         })
     }
 
@@ -328,9 +389,73 @@ impl Pool {
 
     /// Give empty pages back to the driver.
     pub fn trim(&self) {
+        TRIMS.fetch_add(1, Ordering::Relaxed);
         if let Err(err) = self.client.memory_cleanup() {
             log::debug!("memory is not trimmed now: {err}");
         }
+    }
+
+    /// What the last rehearsal of these shapes found, however long ago.
+    pub fn rehearsal(&self, shapes: &[TensorSpec]) -> Option<&Rehearsal> {
+        self.rehearsals.get(shapes)
+    }
+
+    /// The same, when what it left warm still is.
+    pub fn fresh_rehearsal(&self, shapes: &[TensorSpec]) -> Option<Rehearsal> {
+        self.rehearsal(shapes)
+            .filter(|rehearsal| rehearsal.trims == TRIMS.load(Ordering::Relaxed))
+            .cloned()
+    }
+
+    /// Note what a step that just ran under preparation left behind. `base_bytes`: what the pools held before it,
+    /// when they were trimmed for it; else an earlier rehearsal's measurements stand.
+    pub fn rehearsed(&mut self, shapes: Vec<TensorSpec>, launches: u64, base_bytes: Option<u64>) {
+        let trims = TRIMS.load(Ordering::Relaxed);
+        let measured = match (self.rehearsals.remove(&shapes), base_bytes) {
+            (Some(earlier), None) => Rehearsal {
+                launches,
+                trims,
+                ..earlier
+            },
+            (_, base_bytes) => Rehearsal {
+                needs: PageNeeds::after_step(&self.report()),
+                launches,
+                base_bytes: base_bytes.unwrap_or_else(|| self.bytes_reserved()),
+                trims,
+            },
+        };
+        self.rehearsals.insert(shapes, measured);
+    }
+
+    /// Forget the graph-owned state and give memory back.
+    pub fn clear(&mut self) {
+        self.state = None;
+        self.rehearsals.clear();
+        self.trim();
+    }
+
+    /// Have pinned staging ready for metadata that the rehearsal did not see: a copy recorded inside a window needs a
+    /// slice of its own, and none can be allocated there. On a prepared stream the slices are held until the window
+    /// opens, so each upload makes one more.
+    pub fn prime_staging(&self, slices: u64) {
+        let metadata = [0u8; STAGED_BYTES];
+        let held: Vec<_> = (0..slices)
+            .map(|_| self.client.create_from_slice(&metadata))
+            .collect();
+        drop(held);
+    }
+
+    /// Tensors to drop after a step's last operation, before its queue is drained: one for each tensor of the state.
+    ///
+    /// Plain Burn drops the old parameters there, after the update that replaces them, and that is what has the fusion
+    /// server take the last operations of the queue into a fused kernel rather than launch them one by one. The two
+    /// round differently (a fused multiply-add rounds once), so a recorded step without it would leave the last
+    /// parameter a bit off the eager one now and then. The engine keeps the old parameters, so it drops these instead.
+    pub fn step_end(&self, state: &[AnyTensor]) -> Vec<AnyTensor> {
+        let empty = || AnyTensor::from_float(burn::tensor::Tensor::<1>::empty([1], &self.device));
+        let markers = state.iter().map(|_| empty()).collect();
+        self.drain();
+        markers
     }
 
     /// Launch everything registered so far on the current stream.

@@ -15,11 +15,13 @@ pub(crate) struct Counters {
     pub evictions: u64,
     pub invalidations: u64,
     refusals: BTreeMap<String, u64>,
+    last_refusal: Option<FallbackReason>,
     fallbacks: BTreeMap<String, u64>,
 }
 
 impl Counters {
     pub fn refuse(&mut self, reason: &FallbackReason) {
+        self.last_refusal = Some(reason.clone());
         *self.refusals.entry(reason.name().to_string()).or_default() += 1;
     }
     pub fn fall_back(&mut self, reason: &FallbackReason) {
@@ -91,6 +93,8 @@ pub struct Report {
     pub invalidations: u64,
     /// Refusals, by [`FallbackReason::name`].
     pub refusals: BTreeMap<String, u64>,
+    /// The last refusal, in full.
+    pub last_refusal: Option<FallbackReason>,
     /// Eager steps, by [`FallbackReason::name`].
     pub fallbacks: BTreeMap<String, u64>,
     /// Sealed graphs held now.
@@ -132,6 +136,7 @@ impl Report {
             evictions: counters.evictions,
             invalidations: counters.invalidations,
             refusals: counters.refusals.clone(),
+            last_refusal: counters.last_refusal.clone(),
             fallbacks: counters.fallbacks.clone(),
             graphs_held: entries
                 .iter()
@@ -197,6 +202,9 @@ impl core::fmt::Display for Report {
         for (name, times) in &self.refusals {
             write!(f, "\nrefused    {times} times: {name}")?;
         }
+        if let Some(reason) = &self.last_refusal {
+            write!(f, "\nrefused    last: {reason}")?;
+        }
         for entry in self.entries.iter().take(8) {
             write!(
                 f,
@@ -207,9 +215,6 @@ impl core::fmt::Display for Report {
                 entry.replayed,
                 entry.bytes as f64 / (1 << 20) as f64
             )?;
-            if let Some(reason) = &entry.refusal {
-                write!(f, " ({reason})")?;
-            }
         }
         if self.entries.len() > 8 {
             write!(f, "\nkey        ... and {} more", self.entries.len() - 8)?;

@@ -71,6 +71,8 @@ pub struct GraphedStep<S, B, O, F> {
     step: F,
     device: Device,
     support: Support,
+    /// What keeps any step over this state from being a graph.
+    blocked: Option<FallbackReason>,
     // Before `core`: graphs go before the buffers they replay against.
     engine: Engine<Fingerprint, Sealed<O>>,
     core: HostCore,
@@ -105,6 +107,7 @@ where
         let core = HostCore::new(&device, &support);
         let state = checked_state(state)?;
         Ok(Self {
+            blocked: blocked_by_state(&support, &state),
             state,
             step,
             core,
@@ -138,7 +141,7 @@ where
             state,
             step,
             device,
-            support,
+            blocked,
             engine,
             core,
             ..
@@ -149,14 +152,8 @@ where
             let tensors = tree::tensors_of(&batch);
             let batch = tree::with_tensors(batch, &tensors);
             check_batch(&tensors, device)?;
-            let blocked = blocked(support, &tensors, state);
-            let mut host_fields = Vec::new();
-            batch.visit_host_fields(&mut |field| host_fields.push(field));
-            let key = ShapeKey {
-                tensors: tensors.iter().map(AnyTensor::spec).collect(),
-                host: host_fields,
-                learning_rate_bits: lr.to_bits(),
-            };
+            let blocked = blocked.clone().or_else(|| blocked_by_batch(&tensors));
+            let key = key_of(&batch, &tensors, lr);
             let synced = engine.config().synced_timing;
             let mut host = Host {
                 core,
@@ -220,6 +217,7 @@ where
             self.core = HostCore::new(&device, &self.support);
             self.device = device;
         }
+        self.blocked = blocked_by_state(&self.support, &updated);
         self.state = updated;
         Ok(())
     }
@@ -241,6 +239,31 @@ where
         }
         self.engine.invalidate();
         self.core.forget();
+    }
+
+    /// Enqueue the sealed graph of this batch's key alone: no copy in, no copy out, no output. For measuring what the
+    /// layer around a replay costs; it takes a step on whatever batch was copied in last, and is not counted.
+    ///
+    /// # Errors
+    ///
+    /// [`StepError::GraphRequired`] when the key has no sealed graph, or the state is not in the graph's buffers.
+    #[doc(hidden)]
+    pub fn replay_bare(&mut self, batch: &B, lr: f64) -> Result<(), StepError> {
+        let key = key_of(batch, &tree::tensors_of(batch), lr);
+        let missing = StepError::GraphRequired {
+            reason: FallbackReason::CaptureBusy,
+        };
+        let (graph, core) = match self.engine.sealed(&key) {
+            Some(graph) if self.core.owns_state() => (graph, &mut self.core),
+            _ => return Err(missing),
+        };
+        let stream = core.stream();
+        stream
+            .run(|| graph.replay_bare(core))
+            .map_err(|detail| StepError::Replay {
+                key: Box::new(key),
+                detail,
+            })
     }
 
     /// What happened so far.
@@ -292,6 +315,16 @@ where
             *state = state::with_tensors(backup, &tensors);
             resume_unwind(panic)
         }
+    }
+}
+
+fn key_of<B: TensorTree>(batch: &B, tensors: &[AnyTensor], lr: f64) -> ShapeKey {
+    let mut host = Vec::new();
+    batch.visit_host_fields(&mut |field| host.push(field));
+    ShapeKey {
+        tensors: tensors.iter().map(AnyTensor::spec).collect(),
+        host,
+        learning_rate_bits: lr.to_bits(),
     }
 }
 
@@ -348,36 +381,36 @@ fn check_batch(tensors: &[AnyTensor], device: &Device) -> Result<(), StepError> 
     Ok(())
 }
 
-/// What keeps any step with these tensors from being a graph.
-fn blocked<S: StepState>(
-    support: &Support,
-    batch: &[AnyTensor],
-    state: &S,
-) -> Option<FallbackReason> {
-    if let Support::None { reason } = support {
-        return Some(FallbackReason::Unsupported {
-            backend: reason.clone(),
-        });
-    }
-    let quantized = |place: &str, index: usize, tensor: &AnyTensor| match tensor.spec().dtype {
+fn quantized(place: &str, index: usize, tensor: &AnyTensor) -> Option<FallbackReason> {
+    match tensor.spec().dtype {
         dtype @ DType::QFloat(_) => Some(FallbackReason::Quantized {
             place: place.to_string(),
             index,
             dtype: format!("{dtype:?}"),
         }),
         _ => None,
-    };
-    for (index, tensor) in batch.iter().enumerate() {
-        if let Some(reason) = quantized("batch", index, tensor) {
-            return Some(reason);
-        }
-        let spec = tensor.spec();
-        if spec.num_elements() == 0 {
-            return Some(FallbackReason::EmptyTensor {
+    }
+}
+
+/// What keeps a step on this batch from being a graph.
+fn blocked_by_batch(batch: &[AnyTensor]) -> Option<FallbackReason> {
+    batch.iter().enumerate().find_map(|(index, tensor)| {
+        quantized("batch", index, tensor).or_else(|| {
+            let spec = tensor.spec();
+            (spec.num_elements() == 0).then_some(FallbackReason::EmptyTensor {
                 index,
                 shape: spec.shape,
-            });
-        }
+            })
+        })
+    })
+}
+
+/// What keeps any step over this state from being a graph.
+fn blocked_by_state<S: StepState>(support: &Support, state: &S) -> Option<FallbackReason> {
+    if let Support::None { reason } = support {
+        return Some(FallbackReason::Unsupported {
+            backend: reason.clone(),
+        });
     }
     let (mut index, mut found) = (0, None);
     state.visit_state(&mut |tensor| {

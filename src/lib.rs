@@ -1,0 +1,14 @@
+//! What the examples, tests and benchmarks of `burn-cuda-graph` share: models, data, and the choice of a device.
+//!
+//! Nothing here knows about graphs: the models and batches are ordinary Burn code, so that what is measured and compared
+//! elsewhere is an unchanged training step.
+
+#![deny(unsafe_code)]
+#![warn(missing_docs)]
+
+pub mod data;
+pub mod device;
+pub mod models;
+
+#[cfg(any(feature = "cuda", feature = "wgpu", feature = "download"))]
+mod panics;
