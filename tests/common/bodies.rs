@@ -51,6 +51,27 @@ pub fn training_equals_eager<M: Net>(device: &Device, steps: usize) {
     );
 }
 
+/// A recorded step equals the same step over the same engine that never records: how a queue is cut into kernels is
+/// then the same on both, so every bit must be, whatever the net.
+pub fn recorded_equals_unrecorded<M: Net>(device: &Device, steps: usize) {
+    let (device, model, twin) = twins::<M>(device);
+    let mut step = graphed(model, required(), &device);
+    let mut unrecorded = graphed(twin, GraphConfig::new().with_warmup(u32::MAX), &device);
+    for index in 0..steps {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        let other = unrecorded.run(batch(&device, index, 64), LR).expect("runs");
+        assert_eq!(word(&other), "warming-up");
+        assert_eq!(out.path.is_graph(), index >= 3);
+        let same = value(&out.output).to_bits() == value(&other.output).to_bits();
+        assert!(same, "loss of step {index}");
+        assert_same(
+            &bits(&step.model()),
+            &bits(&unrecorded.model()),
+            format_args!("step {index}"),
+        );
+    }
+}
+
 /// A watched step launches the kernels that plain Burn launches: one launched another way rounds another way.
 pub fn watched_steps_launch_what_plain_burn_does(device: &Device) {
     let (device, model, twin) = twins::<Mlp>(device);
@@ -488,7 +509,8 @@ pub fn a_panic_in_an_eager_step(device: &Device) {
         })
     })
     .expect("one device");
-    step.run(batch(&device, 0, 64), LR).expect("runs");
+    let out = step.run(batch(&device, 0, 64), LR).expect("runs");
+    assert_eq!(word(&out), "warming-up");
     let before = bits(&step.model());
     catch_unwind(AssertUnwindSafe(|| step.run(batch(&device, 1, 64), LR))).expect_err("panics");
     assert_same(&bits(&step.model()), &before, "afterwards");
@@ -644,7 +666,10 @@ pub fn stateful_optimizers_are_refused(device: &Device) {
             expected.0 = expected.1.step(LR, expected.0.clone(), grads);
             let (ours, theirs) = (bits(&step.model()), bits(&expected.0));
             if compare {
-                assert_same(&ours, &theirs, format_args!("step {index}"));
+                // Their first steps run other operations than the later ones, which a drained queue ends differently:
+                // an ulp of a parameter (3.7e-9 seen on an H200), which Adam's division may carry to a few.
+                let when = format_args!("step {index}");
+                assert_same_or_near(&device, &ours, &theirs, 1e-6, when);
             }
         }
         assert_eq!(step.report().captures, 0);

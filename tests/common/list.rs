@@ -197,3 +197,10 @@ fn the_cache_is_bounded() {
 fn watched_steps_launch_what_plain_burn_does() {
     bodies::watched_steps_launch_what_plain_burn_does(&device())
 }
+
+#[test]
+#[serial]
+fn recorded_equals_unrecorded() {
+    bodies::recorded_equals_unrecorded::<Mlp>(&device(), 20);
+    bodies::recorded_equals_unrecorded::<BnNet>(&device(), 20);
+}

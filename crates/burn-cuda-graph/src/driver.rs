@@ -111,9 +111,9 @@ pub(crate) use device::{DeviceDriver, SealedGraph};
 ///
 /// CubeCL opens its windows in the CUDA driver's global mode: a thread that waits for an event meanwhile (any read of a
 /// tensor does) is refused, with status 900, and spoils the recording. This puts the calling thread into the mode in
-/// which other threads' windows are not its business. Threads that run a [`GraphedStep`](crate::GraphedStep) are put
-/// into it by themselves; call it once on every other thread that reads from the device or syncs it while a step
-/// may be recorded. Threads that only make tensors need nothing.
+/// which other threads' windows are not its business. Threads that make or run a
+/// [`GraphedStep`](crate::GraphedStep) are put into it by that; call it once on every other thread that uses the device
+/// while a step may be recorded.
 ///
 /// Does nothing without the feature `cuda` or without a CUDA driver.
 pub fn tolerate_captures() {
@@ -169,6 +169,10 @@ mod device {
     ///
     /// On an autodiff device the primitives are the defaults of a decorator that refuses to record, so the
     /// backward pass is captured through the inner device, whose stream it runs on.
+    ///
+    /// While a window is open, CUDA's device thread is in the relaxed capture mode: it serves other streams too, and what
+    /// it does for them (waiting for an upload's staging, growing their pools) the global mode would refuse, spoiling
+    /// both their work and the recording. What may not happen on the recording stream CubeCL refuses by itself.
     #[derive(Debug)]
     pub(crate) struct DeviceDriver {
         device: Device,
@@ -180,6 +184,28 @@ mod device {
                 device: device.inner(),
             }
         }
+
+        #[cfg(feature = "cuda")]
+        fn relax_device_thread(&self, relax: bool) {
+            use cudarc::driver::sys::CUstreamCaptureMode as Mode;
+            let mode = match relax {
+                true => Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
+                false => Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+            };
+            let burn::backend::DispatchDevice::Cube(device) = self.device.as_dispatch() else {
+                return;
+            };
+            if matches!(device, burn_cubecl::CubeDevice::Cuda(_)) {
+                let exchange = move || super::capture_mode::exchange(mode).is_some();
+                let exchanged = device.client().exclusive(exchange);
+                if !matches!(exchanged, Ok(true)) {
+                    log::warn!("the device thread keeps its capture mode: {exchanged:?}");
+                }
+            }
+        }
+
+        #[cfg(not(feature = "cuda"))]
+        fn relax_device_thread(&self, _relax: bool) {}
     }
 
     impl CaptureDriver for DeviceDriver {
@@ -189,10 +215,17 @@ mod device {
             Dispatch::graph_prepare(self.device.as_dispatch()).map_err(|err| err.to_string())
         }
         fn start(&self) -> Result<(), String> {
-            Dispatch::graph_start_capture(self.device.as_dispatch()).map_err(|err| err.to_string())
+            self.relax_device_thread(true);
+            let started = Dispatch::graph_start_capture(self.device.as_dispatch());
+            if started.is_err() {
+                self.relax_device_thread(false);
+            }
+            started.map_err(|err| err.to_string())
         }
         fn stop(&self) -> Result<SealedGraph, String> {
-            Dispatch::graph_stop_capture(self.device.as_dispatch())
+            let stopped = Dispatch::graph_stop_capture(self.device.as_dispatch());
+            self.relax_device_thread(false);
+            stopped
                 .map(|graph| SealedGraph {
                     graph,
                     device: self.device.clone(),

@@ -172,6 +172,7 @@ impl<F, G> Engine<F, G> {
                 let reason = moved.unwrap_or(FallbackReason::NeverSettles {
                     keys: self.unsettled,
                 });
+                self.require(&reason)?;
                 if !self.warned_unsettled {
                     self.warned_unsettled = true;
                     log::warn!("steps stay eager: {reason}");

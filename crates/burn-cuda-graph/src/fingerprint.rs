@@ -191,10 +191,13 @@ impl Fingerprint {
                 }
             }
         }
-        (self.results != before.results).then(|| FallbackReason::UnstableOperations {
+        let pairs = before.results.iter().zip(&self.results).enumerate();
+        let moved = pairs.clone().find(|(_, (old, new))| old != new);
+        let (place, (old, new)) = moved?;
+        Some(FallbackReason::UnstableOperations {
             index: self.operations.len(),
-            before: "other results kept as state or output".to_string(),
-            after: "other results kept as state or output".to_string(),
+            before: format!("state or output tensor {place} was the step's tensor {old}"),
+            after: format!("tensor {new}"),
         })
     }
 }

@@ -10,7 +10,7 @@ use crate::engine::{Attempt, StepHost, Watch};
 use crate::error::{FallbackReason, StepError};
 use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
-use crate::pool::{Pinned, Pool, duplicate_like, id};
+use crate::pool::{Held, Pinned, Pool, duplicate_like, id};
 use crate::state::{self, StepState};
 use crate::step::run_eager;
 use crate::support::Support;
@@ -21,7 +21,7 @@ use burn_fusion::observer::FusionObservation;
 use burn_fusion::stream::StreamId;
 use cubecl_runtime::logging::LaunchObservation;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 pub(crate) use crate::fingerprint::Fingerprint;
 
@@ -105,7 +105,7 @@ pub(crate) struct Sealed<O> {
     inputs: Pinned,
     /// The recorded output, whose tensors every replay overwrites.
     output: O,
-    bytes: u64,
+    held: Held,
     launches: Option<u64>,
 }
 
@@ -168,6 +168,7 @@ where
     }
 
     fn record(&mut self, attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+        let _watching = watching();
         let _window = exclusive();
         self.record_exclusive(attempt)
     }
@@ -196,7 +197,7 @@ where
     }
 
     fn bytes(graph: &Sealed<O>) -> u64 {
-        graph.bytes
+        graph.held.bytes
     }
 
     fn launches(fingerprint: &Fingerprint) -> Option<u64> {
@@ -212,6 +213,15 @@ where
             pool.trim();
         }
     }
+}
+
+/// Hold the process's observers. They hear every thread, and the launch observer's slot is a stack: two watched steps at
+/// once would take each other's off. Taken before the window, by all who take both.
+fn watching() -> MutexGuard<'static, ()> {
+    static WATCHING: Mutex<()> = Mutex::new(());
+    WATCHING
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// The outputs of a replay, in buffers that the next replay does not write.
@@ -282,14 +292,14 @@ where
             .iter()
             .map(AnyTensor::spec)
             .collect();
-        let mut base_bytes = None;
+        let mut in_use = None;
         if let Some(pool) = &self.core.pool {
             pool.drain();
             // Only the first time: a trim makes the rehearsals of other shapes stale, and two shapes that take turns
             // would keep each other from ever being recorded.
             if pool.rehearsal(&shapes).is_none() {
                 pool.trim();
-                base_bytes = Some(pool.bytes_reserved());
+                in_use = Some(pool.bytes_in_use());
             }
         }
         // The guard borrows a driver of its own, since the step borrows the core's.
@@ -299,7 +309,7 @@ where
         match prepared {
             Ok(prepared) => {
                 if let Some(pool) = &mut self.core.pool {
-                    pool.rehearsed(shapes, fingerprint.launches.unwrap_or(0), base_bytes);
+                    pool.rehearsed(shapes, fingerprint.launches.unwrap_or(0), in_use);
                 }
                 drop(prepared);
                 Ok((output, Some(fingerprint)))
@@ -347,15 +357,10 @@ where
             }
         };
         let inputs = Pinned::duplicate(&batch).map_err(device("taking over the batch"))?;
-        let static_batch: B = {
-            let mut next = inputs.tensors.iter().zip(&batch);
-            self.batch
-                .clone()
-                .map_tensors(&mut |tensor| match next.next() {
-                    Some((owned, like)) => AnyTensor::lifted_like(owned.clone(), like),
-                    None => tensor,
-                })
-        };
+        let lifted: Vec<AnyTensor> = (inputs.tensors.iter().zip(&batch))
+            .map(|(owned, like)| AnyTensor::lifted_like(owned.clone(), like))
+            .collect();
+        let static_batch = tree::with_tensors(self.batch.clone(), &lifted, "batch")?;
 
         let step_end = pool.step_end(&before);
         let prepared = match Prepared::new(&self.core.driver) {
@@ -454,13 +459,13 @@ where
         let returned = copy_out(&output);
         pool.drain();
         pool.trim();
-        let guarded = pool.bytes_reserved().saturating_sub(rehearsal.base_bytes);
+        let held = pool.hold(rehearsal.step_bytes + inputs.bytes());
         let outputs = tree::tensors_of(&output);
-        let inputs_bytes = inputs.bytes();
         let copies = (batch.len() + outputs.len()) as u64;
         let launches = match self.core.support {
             Support::Hardware => Some(1 + copies),
-            _ => Some(recorder.launches() + copies),
+            // Each dispatch is encoded again.
+            _ => None,
         };
         log::debug!(
             "recorded {} launches, {warm} of them write-back",
@@ -471,7 +476,7 @@ where
                 graph,
                 inputs,
                 output,
-                bytes: guarded + inputs_bytes,
+                held,
                 launches,
             },
             output: returned,

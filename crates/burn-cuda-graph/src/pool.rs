@@ -20,6 +20,7 @@ use burn_fusion::{FusionBackend, FusionTensor};
 use cubecl::client::Client;
 use cubecl_runtime::memory_management::{MemoryPoolKind, MemoryReport, MemoryScope};
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 type Runtime = <CubeBackend as FusionBackend>::FusionRuntime;
@@ -330,12 +331,27 @@ impl PageNeeds {
     }
 }
 
+/// A graph's share of the bytes held.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub bytes: u64,
+    total: Arc<AtomicU64>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
 /// The graph-owned tensors of one step, and the device they are on.
 pub(crate) struct Pool {
     pub client: Client,
     device: Device,
     /// The state that graphs read and write.
     pub state: Option<Pinned>,
+    /// Bytes that the sealed graphs over this pool hold.
+    held: Arc<AtomicU64>,
     /// What the rehearsals of each batch shape found.
     rehearsals: HashMap<Vec<TensorSpec>, Rehearsal>,
 }
@@ -347,8 +363,8 @@ pub(crate) struct Rehearsal {
     pub needs: PageNeeds,
     /// Launches it made: how many metadata buffers a window may have to stage.
     pub launches: u64,
-    /// Bytes the stream's pools held before it, trimmed.
-    pub base_bytes: u64,
+    /// Bytes of pages that the step took beyond the tensors alive before it: what a graph of it will have guarded.
+    pub step_bytes: u64,
     /// The trim count at its end. A trim also drops the metadata buffers that a rehearsal leaves cached, which a
     /// window could then only stage anew.
     trims: u64,
@@ -373,6 +389,7 @@ impl Pool {
             client,
             device: device.clone(),
             state: None,
+            held: Arc::default(),
             rehearsals: HashMap::new(),
         })
     }
@@ -382,9 +399,18 @@ impl Pool {
         self.client.memory_report(MemoryScope::CurrentStream)
     }
 
-    /// Bytes the current stream's pools take from the device.
-    pub fn bytes_reserved(&self) -> u64 {
-        self.report().usage().bytes_reserved
+    /// Bytes of the tensors alive on the current stream.
+    pub fn bytes_in_use(&self) -> u64 {
+        self.report().usage().bytes_in_use
+    }
+
+    /// Count `bytes` as held by a graph for as long as what this returns lives.
+    pub fn hold(&self, bytes: u64) -> Held {
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        Held {
+            bytes,
+            total: self.held.clone(),
+        }
     }
 
     /// Give empty pages back to the driver.
@@ -407,20 +433,24 @@ impl Pool {
             .cloned()
     }
 
-    /// Note what a step that just ran under preparation left behind. `base_bytes`: what the pools held before it,
-    /// when they were trimmed for it; else an earlier rehearsal's measurements stand.
-    pub fn rehearsed(&mut self, shapes: Vec<TensorSpec>, launches: u64, base_bytes: Option<u64>) {
+    /// Note what a step that just ran under preparation left behind. `in_use`: bytes of the tensors alive before
+    /// it, when the pools were trimmed for it; else an earlier rehearsal's measurements stand.
+    pub fn rehearsed(&mut self, shapes: Vec<TensorSpec>, launches: u64, in_use: Option<u64>) {
         let trims = TRIMS.load(Ordering::Relaxed);
-        let measured = match (self.rehearsals.remove(&shapes), base_bytes) {
+        let report = self.report();
+        // The pages of graphs sealed before are held as well, and are not this step's.
+        let held = self.held.load(Ordering::Relaxed);
+        let taken = |in_use: u64| report.usage().bytes_reserved.saturating_sub(in_use + held);
+        let measured = match (self.rehearsals.remove(&shapes), in_use) {
             (Some(earlier), None) => Rehearsal {
                 launches,
                 trims,
                 ..earlier
             },
-            (_, base_bytes) => Rehearsal {
-                needs: PageNeeds::after_step(&self.report()),
+            (_, in_use) => Rehearsal {
+                needs: PageNeeds::after_step(&report),
                 launches,
-                base_bytes: base_bytes.unwrap_or_else(|| self.bytes_reserved()),
+                step_bytes: taken(in_use.unwrap_or(0)),
                 trims,
             },
         };

@@ -150,7 +150,7 @@ where
         stream.run(move || {
             // A tensor made on another thread's stream is viewed from this one once, here, rather than at each use.
             let tensors = tree::tensors_of(&batch);
-            let batch = tree::with_tensors(batch, &tensors);
+            let batch = tree::with_tensors(batch, &tensors, "batch")?;
             check_batch(&tensors, device)?;
             let blocked = blocked.clone().or_else(|| blocked_by_batch(&tensors));
             let key = key_of(&batch, &tensors, lr);

@@ -1,5 +1,6 @@
 //! Walking the tensors of a user's batch or output.
 
+use crate::error::StepError;
 use crate::shape_key::HostField;
 use crate::tensor::AnyTensor;
 use burn::tensor::{Bool, Int, Tensor};
@@ -164,14 +165,64 @@ pub(crate) fn tensors_of<T: TensorTree>(tree: &T) -> Vec<AnyTensor> {
 }
 
 /// `tree` with its tensors replaced by `tensors`, in order.
-pub(crate) fn with_tensors<T: TensorTree>(tree: T, tensors: &[AnyTensor]) -> T {
-    let mut next = tensors.iter();
-    tree.map_tensors(&mut |tensor| next.next().cloned().unwrap_or(tensor))
+///
+/// # Errors
+///
+/// [`StepError::TreeMismatch`] when it maps another number of tensors than it visits.
+pub(crate) fn with_tensors<T: TensorTree>(
+    tree: T,
+    tensors: &[AnyTensor],
+    place: &str,
+) -> Result<T, StepError> {
+    let mut mapped = 0;
+    let tree = tree.map_tensors(&mut |tensor| {
+        mapped += 1;
+        tensors.get(mapped - 1).cloned().unwrap_or(tensor)
+    });
+    match mapped == tensors.len() {
+        true => Ok(tree),
+        false => Err(StepError::TreeMismatch {
+            place: place.to_string(),
+            visited: tensors.len(),
+            mapped,
+        }),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A batch that visits a tensor it does not map would replay with that tensor's recorded values for ever.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn a_tree_that_maps_less_than_it_visits_is_an_error() {
+        #[derive(Clone)]
+        struct Half(Tensor<1>, Tensor<1>);
+        impl TensorTree for Half {
+            fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+                self.0.visit_tensors(visit);
+                self.1.visit_tensors(visit);
+            }
+            fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                Half(self.0.map_tensors(map), self.1)
+            }
+        }
+        let tensor = || Tensor::<1>::ones([2], &burn::tensor::Device::flex());
+        let half = Half(tensor(), tensor());
+        let tensors = tensors_of(&half);
+        let error = with_tensors(half, &tensors, "batch")
+            .map(|_| ())
+            .expect_err("maps one of two");
+        assert_eq!(
+            error,
+            StepError::TreeMismatch {
+                place: "batch".into(),
+                visited: 2,
+                mapped: 1
+            }
+        );
+    }
 
     /// A host value in the batch must separate two keys, or a graph captured for one branch of the step
     /// would be replayed for the other.
