@@ -158,14 +158,11 @@ fn train_step(training: &mut Training<ResNet18>, batch: Batch, lr: f64) -> Tenso
     loss
 }
 
+type StepFn = fn(&mut Training<ResNet18>, Batch, f64) -> Tensor<1>;
+
 /// Training through burn-cuda-graph.
 struct Graphed {
-    step: GraphedStep<
-        Training<ResNet18>,
-        Batch,
-        Tensor<1>,
-        fn(&mut Training<ResNet18>, Batch, f64) -> Tensor<1>,
-    >,
+    step: GraphedStep<Training<ResNet18>, Batch, Tensor<1>, StepFn>,
     lr: f64,
     last_path: Option<StepPath>,
 }

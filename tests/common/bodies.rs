@@ -417,6 +417,27 @@ pub fn canaries_stay_intact(device: &Device) {
     assert_same(&bits(&step.model()), &bits(&eager.model), "at the end");
 }
 
+/// Case 15: the first batch of a cold process goes to the graphed step, which seals all the same.
+pub fn the_first_batch_of_a_process(device: &Device) {
+    let device = device.clone().autodiff();
+    let mut step = graphed(Mlp::new(&device), required(), &device);
+    let mut losses = Vec::new();
+    for index in 0..8 {
+        let out = step.run(batch(&device, 0, 64), LR).expect("runs");
+        assert_eq!(
+            out.path.is_graph(),
+            index >= 3,
+            "step {index}: {}",
+            out.path
+        );
+        losses.push(value(&out.output));
+    }
+    assert!(
+        losses.windows(2).all(|pair| pair[1] < pair[0]),
+        "{losses:?}"
+    );
+}
+
 /// Cases 16 and 19: a read in the step is refused, the read named; the refused step and all later ones equal eager.
 pub fn a_read_in_the_step_is_refused(device: &Device) {
     let (device, model, twin) = twins::<BnNet>(device);

@@ -204,3 +204,12 @@ fn recorded_equals_unrecorded() {
     bodies::recorded_equals_unrecorded::<Mlp>(&device(), 20);
     bodies::recorded_equals_unrecorded::<BnNet>(&device(), 20);
 }
+
+#[test]
+#[serial]
+fn case_15_a_cold_process() {
+    match std::env::var_os(common::COLD_PROCESS) {
+        Some(_) => bodies::the_first_batch_of_a_process(&device()),
+        None => common::in_a_cold_process("case_15_a_cold_process"),
+    }
+}

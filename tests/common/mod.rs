@@ -153,6 +153,10 @@ impl<M: Net> Eager<M> {
     }
 }
 
+/// A step's closure.
+pub trait StepFn<M>: Fn(&mut Training<M>, Batch, f64) -> Tensor<1> {}
+impl<M, F: Fn(&mut Training<M>, Batch, f64) -> Tensor<1>> StepFn<M> for F {}
+
 /// The step's closure, with a hook that runs in it.
 pub fn closure<M: Net>(
     device: &Device,
@@ -250,8 +254,7 @@ pub fn graphed<M: Net>(
     model: M,
     config: GraphConfig,
     device: &Device,
-) -> GraphedStep<Training<M>, Batch, Tensor<1>, impl Fn(&mut Training<M>, Batch, f64) -> Tensor<1>>
-{
+) -> GraphedStep<Training<M>, Batch, Tensor<1>, impl StepFn<M>> {
     GraphedStep::new(
         Training::new(model, SgdConfig::new().init()),
         config,
@@ -278,4 +281,34 @@ pub fn launches(device: &Device, f: impl FnOnce()) -> u64 {
     device.clone().inner().sync().expect("syncs");
     drop(observation);
     count.0.load(Ordering::Relaxed)
+}
+
+/// Set in the environment of a process that [`in_a_cold_process`] started.
+pub const COLD_PROCESS: &str = "BURN_CUDA_GRAPH_TESTS_COLD_PROCESS";
+
+/// Run the named test of this binary in a process of its own, with CubeCL's caches in an empty folder.
+pub fn in_a_cold_process(test: &str) {
+    let home = std::env::temp_dir().join(format!("cold-process-{}", std::process::id()));
+    std::fs::create_dir_all(&home).expect("a folder for the caches");
+    let output = std::process::Command::new(std::env::current_exe().expect("this binary"))
+        .args(["--exact", test, "--nocapture"])
+        .env(COLD_PROCESS, "1")
+        .env("HOME", &home)
+        .env("XDG_CACHE_HOME", home.join("cache"))
+        .output()
+        .expect("the process starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let cached =
+        std::fs::read_dir(home.join("cache")).is_ok_and(|mut entries| entries.next().is_some());
+    std::fs::remove_dir_all(&home).expect("the caches are removed");
+    assert!(
+        output.status.success(),
+        "{text}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(text.contains("1 passed"), "{text}");
+    assert!(
+        cached,
+        "the caches were elsewhere, so the process was not cold"
+    );
 }

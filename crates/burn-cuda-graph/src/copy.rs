@@ -241,7 +241,7 @@ fn launch_flat(mut pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) -> u64 {
     while !pairs.is_empty() {
         let arity = ARITIES
             .into_iter()
-            .find(|arity| *arity <= pairs.len() && 2 * arity + 1 <= bindings)
+            .find(|arity| *arity <= pairs.len() && 2 * arity < bindings)
             .unwrap_or(1);
         let (now, rest) = pairs.split_at(arity);
         launch(&client, now, elem);
