@@ -916,7 +916,8 @@ pub fn states_that_swap(device: &Device) {
     }
 }
 
-/// A step driven from another thread than the one that made it stays on its stream and equals eager.
+/// A step that moves to another thread leaves its graphs behind, warms up anew on that thread's stream, and equals
+/// eager throughout; the thread it came from goes on with tensors of its own.
 pub fn a_step_moves_between_threads(device: &Device) {
     let (device, model, twin) = twins::<Mlp>(device);
     let mut eager = Eager::new(twin, &device);
@@ -935,22 +936,247 @@ pub fn a_step_moves_between_threads(device: &Device) {
         step.run(batch(&device, index, 64), LR).expect("runs");
         eager.step(batch(&device, index, 64), LR);
     }
-    let step = std::thread::scope(|scope| {
-        scope
-            .spawn(|| {
-                for index in 5..10 {
-                    let out = step.run(batch(&device, index, 64), LR).expect("runs");
-                    assert_eq!(word(&out), "replayed");
-                }
-                step
-            })
-            .join()
-            .expect("the other thread")
+    assert_same(&bits(&step.model()), &bits(&eager.model), "before");
+    let inner = device.clone().inner();
+    let (step, sum) = std::thread::scope(|scope| {
+        let moved = scope.spawn(|| {
+            for index in 5..12 {
+                let out = step.run(batch(&device, index, 64), LR).expect("runs");
+                let expected = match index {
+                    5..8 => "warming-up",
+                    8 => "recorded",
+                    _ => "replayed",
+                };
+                assert_eq!(word(&out), expected, "step {index}");
+            }
+            step
+        });
+        let mut sum = Tensor::<1>::zeros([16], &inner);
+        for _ in 0..200 {
+            sum = sum + 1.0;
+        }
+        (moved.join().expect("the other thread"), sum)
     });
-    for index in 5..10 {
+    for index in 5..12 {
         eager.step(batch(&device, index, 64), LR);
     }
-    assert_same(&bits(&step.model()), &bits(&eager.model), "at the end");
+    // Each thread's queue is cut into kernels on its own.
+    let (ours, theirs) = (bits(&step.model()), bits(&eager.model));
+    assert_same_or_near(&device, &ours, &theirs, 1e-6, "after");
+    assert_eq!(step.report().invalidations, 1);
+    let sum: Vec<f32> = sum.into_data().try_into_vec().expect("f32");
+    assert_eq!(sum, vec![200.0; 16]);
+}
+
+/// Two steps made on one thread and moved to one each do not record each other's work.
+pub fn two_steps_made_on_one_thread(device: &Device) {
+    let (device, first, first_twin) = twins::<Mlp>(device);
+    let (second, second_twin) = (first.valid().train(), first.valid().train());
+    let sgd = || SgdConfig::new().init();
+    let plain = |model: Mlp, offset: usize| {
+        let mut eager = Eager::new(model, &device);
+        for index in 0..30 {
+            value(&eager.step(batch(&device, offset + index, 64), LR));
+        }
+        bits(&eager.model)
+    };
+    let (expected_first, expected_second) = (plain(first_twin, 0), plain(second_twin, 500));
+    type Step = fn(&mut Training<Mlp>, Batch, f64) -> Tensor<1>;
+    let train: Step = |t, (x, y), lr| {
+        let loss = CrossEntropyLossConfig::new().init(&x.device());
+        let loss = loss.forward(t.model().forward(x), y);
+        let grads = GradientsParams::from_grads(loss.backward(), t.model());
+        t.optimize(lr, grads);
+        loss
+    };
+    let make = |model| GraphedStep::new(Training::new(model, sgd()), GraphConfig::new(), train);
+    let (mut one, mut two) = (
+        make(first).expect("one device"),
+        make(second).expect("one device"),
+    );
+    std::thread::scope(|scope| {
+        for (step, offset) in [(&mut one, 0), (&mut two, 500)] {
+            let device = &device;
+            scope.spawn(move || {
+                for index in 0..30 {
+                    step.run(batch(device, offset + index, 64), LR)
+                        .expect("runs");
+                }
+            });
+        }
+    });
+    assert!(one.report().replayed > 10 && two.report().replayed > 10);
+    let near = |ours: &[Vec<u32>], theirs: &[Vec<u32>], name| {
+        assert_same_or_near(&device, ours, theirs, 1e-6, name);
+    };
+    near(&bits(&one.model()), &expected_first, "the first");
+    near(&bits(&two.model()), &expected_second, "the second");
+}
+
+/// A key that leaves the state alone runs eagerly between replays: what it returns, and models taken meanwhile, are the
+/// caller's, and later replays do not write them.
+pub fn an_eager_step_between_replays_hands_out_nothing_owned(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    type Tagged = (&'static str, Batch);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        move |t: &mut Training<Mlp>, (mode, (x, y)): Tagged, lr: f64| {
+            let bias = t.model().output_bias();
+            let loss = loss.forward(t.model().forward(x), y);
+            if mode == "train" {
+                let grads = GradientsParams::from_grads(loss.backward(), t.model());
+                t.optimize(lr, grads);
+            }
+            (loss, bias)
+        },
+    )
+    .expect("one device");
+    let mut kept = Vec::new();
+    let mut index = 0;
+    for round in 0..3 {
+        for _ in 0..5 {
+            step.run(("train", batch(&device, index, 64)), LR)
+                .expect("runs");
+            eager.step(batch(&device, index, 64), LR);
+            index += 1;
+        }
+        // Never recorded: one step at a time, of a shape of its own.
+        let out = step
+            .run(("eval", batch(&device, round, 64)), LR)
+            .expect("runs");
+        assert_eq!(word(&out), "warming-up");
+        let bias: Vec<f32> = eager
+            .model
+            .output_bias()
+            .into_data()
+            .try_into_vec()
+            .expect("f32");
+        kept.push((step.model(), out.output.1, bits(&eager.model), bias));
+    }
+    for (round, (model, bias, expected, expected_bias)) in kept.into_iter().enumerate() {
+        assert_same(
+            &bits(&model),
+            &expected,
+            format_args!("the model of round {round}"),
+        );
+        let bias: Vec<f32> = bias.into_data().try_into_vec().expect("f32");
+        assert_eq!(bias, expected_bias, "the bias returned in round {round}");
+    }
+    assert!(step.report().replayed >= 11, "{}", step.report());
+}
+
+/// A step that returns a parameter from before the update returns just that, replayed as well.
+pub fn an_output_that_is_the_old_state(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        required(),
+        move |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
+            let bias = t.model().output_bias();
+            let loss = loss.forward(t.model().forward(x), y);
+            let grads = GradientsParams::from_grads(loss.backward(), t.model());
+            t.optimize(lr, grads);
+            (loss, bias)
+        },
+    )
+    .expect("one device");
+    for index in 0..8 {
+        let before: Vec<f32> = eager
+            .model
+            .output_bias()
+            .into_data()
+            .try_into_vec()
+            .expect("f32");
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert_eq!(out.path.is_graph(), index >= 3);
+        let returned: Vec<f32> = out.output.1.into_data().try_into_vec().expect("f32");
+        assert_eq!(returned, before, "step {index}, {}", out.path);
+        eager.step(batch(&device, index, 64), LR);
+        eager.model = step.model();
+    }
+}
+
+/// A model cloned before the step was made keeps its BatchNorm statistics: a clone shares their cells.
+pub fn a_clone_kept_outside_keeps_its_statistics(device: &Device) {
+    let (device, model, _) = twins::<BnNet>(device);
+    let kept = model.clone();
+    let before = bits(&kept);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..8 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+    }
+    assert_eq!(step.report().replayed, 4);
+    assert_same(&bits(&kept), &before, "the clone");
+}
+
+/// A host value that the step changes, in its state or its output, is refused: a replay would repeat the recorded one.
+pub fn moving_host_values_are_refused(device: &Device) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let counter = Cell::new(0i64);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
+            let loss = loss.forward(t.model().forward(x), y);
+            let grads = GradientsParams::from_grads(loss.backward(), t.model());
+            t.optimize(lr, grads);
+            counter.set(counter.get() + 1);
+            (loss, counter.get())
+        },
+    )
+    .expect("one device");
+    for index in 0..6 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert_eq!(out.output.1, index as i64 + 1);
+        let expected = if index == 0 {
+            "warming-up"
+        } else {
+            "unstable-operations"
+        };
+        assert_eq!(word(&out), expected, "step {index}: {}", out.path);
+    }
+}
+
+/// A step run inside another step's closure runs eagerly and hangs nothing.
+pub fn a_step_inside_a_step(device: &Device) {
+    let (device, outer, inner) = twins::<Mlp>(device);
+    let inner = RefCell::new(graphed(inner, GraphConfig::new(), &device));
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(outer, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
+            let nested = inner
+                .borrow_mut()
+                .run((x.clone(), y.clone()), lr)
+                .expect("runs");
+            assert_eq!(word(&nested), "capture-busy");
+            let loss = loss.forward(t.model().forward(x), y);
+            let grads = GradientsParams::from_grads(loss.backward(), t.model());
+            t.optimize(lr, grads);
+            loss
+        },
+    )
+    .expect("one device");
+    for index in 0..6 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert!(
+            !out.path.is_graph(),
+            "the inner state is hidden from the outer step: {}",
+            out.path
+        );
+    }
+    assert_same(
+        &bits(&step.model()),
+        &bits(&inner.borrow().model()),
+        "both trained",
+    );
 }
 
 /// Bad input: a clear error that names the value, the state as it was, and the next call works.

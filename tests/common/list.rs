@@ -213,3 +213,39 @@ fn case_15_a_cold_process() {
         None => common::in_a_cold_process("case_15_a_cold_process"),
     }
 }
+
+#[test]
+#[serial]
+fn two_steps_made_on_one_thread() {
+    bodies::two_steps_made_on_one_thread(&device())
+}
+
+#[test]
+#[serial]
+fn an_eager_step_between_replays_hands_out_nothing_owned() {
+    bodies::an_eager_step_between_replays_hands_out_nothing_owned(&device())
+}
+
+#[test]
+#[serial]
+fn an_output_that_is_the_old_state() {
+    bodies::an_output_that_is_the_old_state(&device())
+}
+
+#[test]
+#[serial]
+fn a_clone_kept_outside_keeps_its_statistics() {
+    bodies::a_clone_kept_outside_keeps_its_statistics(&device())
+}
+
+#[test]
+#[serial]
+fn moving_host_values_are_refused() {
+    bodies::moving_host_values_are_refused(&device())
+}
+
+#[test]
+#[serial]
+fn a_step_inside_a_step() {
+    bodies::a_step_inside_a_step(&device())
+}

@@ -35,6 +35,9 @@ impl Mlp {
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         self.output.forward(relu(self.hidden.forward(x)))
     }
+    pub fn output_bias(&self) -> Tensor<1> {
+        self.output.bias.as_ref().expect("has a bias").val().inner()
+    }
 }
 
 /// A convolution, BatchNorm and a linear layer on `[batch, 1, 8, 4]`.

@@ -8,7 +8,8 @@
 //!
 //! This is the only module with `unsafe`.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
 
 /// The primitives a window is made of. A scripted one stands in for the device in the tests.
 pub(crate) trait CaptureDriver {
@@ -23,13 +24,28 @@ pub(crate) trait CaptureDriver {
     fn stop(&self) -> Result<Self::Graph, String>;
 }
 
-/// Hold the process's one window. A panic inside an earlier one does not keep later ones out: the guard has closed
-/// that window by then.
-pub(crate) fn exclusive() -> MutexGuard<'static, ()> {
+/// Hold the process's one window; `None` when another thread holds it for longer than a recording takes.
+///
+/// A bounded wait, since a user's closure runs under it and may itself wait for a thread that wants it. A panic inside
+/// an earlier window does not keep later ones out: the guard has closed that window by then.
+pub(crate) fn exclusive() -> Option<MutexGuard<'static, ()>> {
     static WINDOW: Mutex<()> = Mutex::new(());
-    WINDOW
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
+    lock_patiently(&WINDOW)
+}
+
+/// Lock within a bounded time, whether or not an earlier holder panicked.
+pub(crate) fn lock_patiently(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
+    let give_up = Instant::now() + Duration::from_secs(10);
+    loop {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() < give_up => {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            Err(TryLockError::WouldBlock) => return None,
+        }
+    }
 }
 
 /// A stream prepared for capture, unwound when it drops.
@@ -258,8 +274,9 @@ mod device {
             //   the engine (`GraphedStep::state` and outputs hand out duplicates), and intermediates that only this
             //   graph's guarded pages hold. `_pool` is borrowed exclusively, so no other graph of this step is
             //   being enqueued.
-            // - Same stream: `GraphedStep::run` enters the stream the graph was captured on before anything else,
-            //   and CubeCL enqueues a replay on the stream its graph names; the copies in and out are issued there.
+            // - Same stream: `GraphedStep::run` follows the calling thread's stream and drops its graphs when that is
+            //   another than the one they were captured on, so the copies in and out, and the replay, which CubeCL
+            //   enqueues on the stream its graph names, are issued on one stream.
             unsafe { Dispatch::graph_replay(self.device.as_dispatch(), &self.graph) }
                 .map_err(|err| err.to_string())
         }
@@ -362,9 +379,9 @@ mod tests {
     #[test]
     fn the_window_lock_survives_a_panic() {
         drop(catch_unwind(|| {
-            let _held = exclusive();
+            let _held = exclusive().expect("free");
             panic!("inside a window");
         }));
-        drop(exclusive());
+        assert!(exclusive().is_some());
     }
 }

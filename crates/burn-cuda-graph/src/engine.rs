@@ -38,6 +38,15 @@ pub(crate) enum Attempt<G, O> {
     Stale,
 }
 
+/// Why a sealed graph was not replayed.
+#[derive(Debug)]
+pub(crate) enum NoReplay {
+    /// The state no longer fits the graphs' buffers; nothing was enqueued and the state is as it was.
+    Misfit(String),
+    /// The device refused.
+    Failed(String),
+}
+
 /// Runs steps for the engine.
 pub(crate) trait StepHost {
     /// What a watched step showed.
@@ -57,7 +66,9 @@ pub(crate) trait StepHost {
     /// Record the step and run its first replay. Puts the state back when it gives no graph or unwinds.
     fn record(&mut self, attempt: u32) -> Result<Attempt<Self::Graph, Self::Output>, StepError>;
     /// Replay a sealed graph.
-    fn replay(&mut self, graph: &Self::Graph) -> Result<Self::Output, String>;
+    fn replay(&mut self, graph: &Self::Graph) -> Result<Self::Output, NoReplay>;
+    /// Every graph is gone: let go of what they shared.
+    fn reset(&mut self);
     /// Bytes a sealed graph holds.
     fn bytes(graph: &Self::Graph) -> u64;
     /// Device launches: of the watched step, and of a call that replays.
@@ -324,7 +335,15 @@ impl<F, G> Engine<F, G> {
                 self.replay_times.add(started.elapsed());
                 Ok((output, StepPath::Replayed))
             }
-            Err(detail) => {
+            Err(NoReplay::Misfit(detail)) => {
+                let reason = FallbackReason::Refused { detail };
+                log::warn!("[{key}] graphs dropped, warming up anew: {reason}");
+                self.counters.refuse(&reason);
+                self.invalidate();
+                host.reset();
+                self.stay(None, reason, host)
+            }
+            Err(NoReplay::Failed(detail)) => {
                 log::error!("[{key}] replay failed: {detail}");
                 Err(StepError::Replay {
                     key: Box::new(key),
@@ -437,6 +456,7 @@ mod tests {
         /// Consumed front to back by `record`.
         windows: Vec<Outcome>,
         panics_eager: bool,
+        misfits: bool,
         operations: u64,
         live_graphs: std::rc::Rc<std::cell::Cell<i64>>,
         released: u64,
@@ -512,9 +532,19 @@ mod tests {
                 Outcome::Panic => panic!("scripted"),
             })
         }
-        fn replay(&mut self, _graph: &Graph) -> Result<u64, String> {
+        fn replay(&mut self, _graph: &Graph) -> Result<u64, NoReplay> {
+            if self.misfits {
+                return Err(NoReplay::Misfit("another shape".into()));
+            }
             self.value += 1;
             Ok(self.value)
+        }
+        fn reset(&mut self) {
+            assert_eq!(
+                self.live_graphs.get(),
+                0,
+                "graphs go before what they share"
+            );
         }
         fn bytes(_graph: &Graph) -> u64 {
             100
@@ -578,6 +608,7 @@ mod tests {
                     host.windows = vec![outcome];
                 }
                 host.panics_eager = random.below(25) == 0;
+                host.misfits = random.below(40) == 0;
                 host.operations = u64::from(random.below(30) == 0);
                 if random.below(60) == 0 {
                     engine.invalidate();

@@ -10,6 +10,7 @@
 
 use crate::error::FallbackReason;
 use crate::lifecycle::Verdict;
+use crate::shape_key::HostField;
 use burn_fusion::observer::FusionObserver;
 use burn_ir::{
     FloatOperationIr, IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr,
@@ -75,6 +76,8 @@ pub(crate) struct Fingerprint {
     /// State and outputs after it, as numbers: which operation result each is.
     results: Vec<u64>,
     pub launches: Option<u64>,
+    /// Host values of the state and the output after it: a replay would repeat the recorded ones.
+    pub host: Vec<HostField>,
     never: Option<FallbackReason>,
 }
 
@@ -115,6 +118,7 @@ impl Fingerprint {
             made,
             results,
             launches,
+            host: Vec::new(),
             never,
         }
     }
@@ -190,6 +194,18 @@ impl Fingerprint {
                     });
                 }
             }
+        }
+        if self.host != before.host {
+            let pairs = before.host.iter().zip(&self.host);
+            let moved = pairs.into_iter().find(|(old, new)| old != new);
+            let (old, new) = moved.map_or(("none".into(), "more".into()), |(old, new)| {
+                (old.to_string(), new.to_string())
+            });
+            return Some(FallbackReason::UnstableOperations {
+                index: self.operations.len(),
+                before: format!("host value {old} of the state or output"),
+                after: format!("host value {new}"),
+            });
         }
         let pairs = before.results.iter().zip(&self.results).enumerate();
         let moved = pairs.clone().find(|(_, (old, new))| old != new);

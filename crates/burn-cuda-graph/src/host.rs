@@ -5,12 +5,12 @@
 //! second graph over it takes its snapshot by copying. Between eager steps the state lives in ordinary tensors and
 //! the graph-owned ones are stale (`attached` is false); the next replay copies them in first.
 
-use crate::driver::{DeviceDriver, Prepared, SealedGraph, exclusive};
-use crate::engine::{Attempt, StepHost, Watch};
+use crate::driver::{DeviceDriver, Prepared, SealedGraph, exclusive, lock_patiently};
+use crate::engine::{Attempt, NoReplay, StepHost, Watch};
 use crate::error::{FallbackReason, StepError};
 use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
-use crate::pool::{Held, Pinned, Pool, duplicate_like, id};
+use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
 use crate::state::{self, StepState};
 use crate::step::run_eager;
 use crate::support::Support;
@@ -64,8 +64,27 @@ impl HostCore {
     /// Let the graph-owned state go; every graph must be gone.
     pub fn forget(&mut self) {
         self.attached = false;
+        let stream = self.stream;
         if let Some(pool) = &mut self.pool {
-            pool.clear();
+            // What was copied out of the buffers has to have been before they are let go of.
+            stream.executes(|| {
+                pool.drain();
+                pool.clear();
+            });
+        }
+    }
+
+    /// Whether the calling thread works on the stream that graphs are captured on.
+    pub fn is_at_home(&self) -> bool {
+        self.pool.is_none() || StreamId::current() == self.stream
+    }
+
+    /// `tensor` as one made on this stream: a tensor of another stream is a new one to the fusion server each time it is
+    /// used.
+    pub fn adopt(&self, tensor: &AnyTensor) -> AnyTensor {
+        match self.pool.is_none() || home(tensor) == Some(self.stream) {
+            true => tensor.clone(),
+            false => duplicate_like(tensor),
         }
     }
 
@@ -85,6 +104,14 @@ impl HostCore {
     /// Wait for the device.
     pub fn sync(&self) -> Result<(), String> {
         self.device.sync().map_err(|err| err.to_string())
+    }
+}
+
+impl Drop for HostCore {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.forget();
+        }
     }
 }
 
@@ -143,17 +170,15 @@ where
     type Output = O;
 
     fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
+        self.detach();
         if watch == Watch::Off || self.core.pool.is_none() {
             let output = self.run_eager();
             self.wait_if_timed()?;
             return Ok((output, None));
         }
-        // Observers are process-wide and the launch observer's slot is a stack: two watched steps at once would
-        // take each other's off.
-        static WATCHING: Mutex<()> = Mutex::new(());
-        let _watching = WATCHING
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let Some(_watching) = watching() else {
+            return Ok((self.run_eager(), None));
+        };
         match watch {
             Watch::Rehearse => self.rehearse(),
             _ => {
@@ -168,32 +193,42 @@ where
     }
 
     fn record(&mut self, attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
-        let _watching = watching();
-        let _window = exclusive();
+        let Some(_watching) = watching() else {
+            return Ok(Attempt::Busy);
+        };
+        let Some(_window) = exclusive() else {
+            return Ok(Attempt::Busy);
+        };
         self.record_exclusive(attempt)
     }
 
-    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, String> {
+    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
         let attached = self.core.attached;
         let Some(pool) = self.core.pool.as_mut() else {
-            return Err("the graph's pool is gone".to_string());
+            return Err(NoReplay::Misfit("the graph's pool is gone".to_string()));
         };
         if !attached {
             let Some(owned) = pool.state.clone() else {
-                return Err("the graph's state is gone".to_string());
+                return Err(NoReplay::Misfit("the graph's state is gone".to_string()));
             };
-            owned.write(&state::tensors_of(self.state))?;
+            owned
+                .write(&state::tensors_of(self.state))
+                .map_err(NoReplay::Misfit)?;
             *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
             self.core.attached = true;
         }
         let refreshed = graph.inputs.refresh(&tree::tensors_of(self.batch));
-        graph.graph.replay(pool)?;
+        graph.graph.replay(pool).map_err(NoReplay::Failed)?;
         drop(refreshed);
         let output = copy_out(&graph.output);
         if self.synced {
-            self.core.sync()?;
+            self.core.sync().map_err(NoReplay::Failed)?;
         }
         Ok(output)
+    }
+
+    fn reset(&mut self) {
+        self.core.forget();
     }
 
     fn bytes(graph: &Sealed<O>) -> u64 {
@@ -217,11 +252,9 @@ where
 
 /// Hold the process's observers. They hear every thread, and the launch observer's slot is a stack: two watched steps at
 /// once would take each other's off. Taken before the window, by all who take both.
-fn watching() -> MutexGuard<'static, ()> {
+fn watching() -> Option<MutexGuard<'static, ()>> {
     static WATCHING: Mutex<()> = Mutex::new(());
-    WATCHING
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
+    lock_patiently(&WATCHING)
 }
 
 /// The outputs of a replay, in buffers that the next replay does not write.
@@ -238,11 +271,22 @@ where
     O: TensorTree,
     F: Fn(&mut S, B, f64) -> O,
 {
+    /// Move the state out of the graph-owned buffers, before anything but a replay works on it: what an eager step
+    /// leaves as it was, or returns, must not be what a later replay writes.
+    fn detach(&mut self) {
+        if self.core.attached {
+            let copies: Vec<AnyTensor> = state::tensors_of(self.state)
+                .iter()
+                .map(duplicate_like)
+                .collect();
+            *self.state = state::with_tensors(self.state.clone(), &copies);
+            self.core.attached = false;
+        }
+    }
+
     /// One step of plain Burn.
     fn run_eager(&mut self) -> O {
-        let output = run_eager(self.state, self.step, self.batch, self.lr);
-        self.core.attached = false;
-        output
+        run_eager(self.state, self.step, self.batch, self.lr)
     }
 
     fn wait_if_timed(&self) -> Result<(), StepError> {
@@ -279,7 +323,10 @@ where
             state_after: ids(&state::tensors_of(self.state)),
             outputs: ids(&tree::tensors_of(&output)),
         };
-        let fingerprint = Fingerprint::new(recorder.take(), &tensors, Some(launches));
+        let mut fingerprint = Fingerprint::new(recorder.take(), &tensors, Some(launches));
+        self.state
+            .visit_host_fields(&mut |field| fingerprint.host.push(field));
+        output.visit_host_fields(&mut |field| fingerprint.host.push(field));
         Ok((output, fingerprint))
     }
 
@@ -287,7 +334,9 @@ where
     /// (metadata buffers of any size, pinned staging, tuned kernels) is there, and measured, so that the reserve
     /// is known.
     fn rehearse(&mut self) -> Result<(O, Option<Fingerprint>), StepError> {
-        let _window = exclusive();
+        let Some(_window) = exclusive() else {
+            return Ok((self.run_eager(), None));
+        };
         let shapes: Vec<TensorSpec> = tree::tensors_of(self.batch)
             .iter()
             .map(AnyTensor::spec)
@@ -350,9 +399,9 @@ where
                 before.iter().map(duplicate_like).collect::<Vec<_>>(),
             ),
             (Some(owned), false) => {
-                owned
-                    .write(&before)
-                    .map_err(device("taking over the state"))?;
+                if let Err(detail) = owned.write(&before) {
+                    return Ok(Attempt::Refused(Refusal::Other { detail }));
+                }
                 (owned.clone(), before.clone())
             }
         };
@@ -394,6 +443,7 @@ where
             Ok(window) => window,
             Err(detail) => {
                 *self.state = state::with_tensors(backup, &snapshot);
+                self.core.attached = false;
                 return Ok(Attempt::Refused(Refusal::Other { detail }));
             }
         };
@@ -406,10 +456,15 @@ where
                     let output = step(state, static_batch, lr);
                     let after = state::tensors_of(state);
                     drop(step_end);
-                    owned.write(&after)?;
-                    // Off the tape, and launched: an output nobody asked for yet would be left out of the recording.
-                    let output = output.map_tensors(&mut |tensor| tensor.as_leaf());
+                    // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
+                    // that is the state from before the step is copied before that is overwritten.
+                    let output =
+                        output.map_tensors(&mut |tensor| match owned.shares_memory(&tensor) {
+                            true => duplicate_like(&tensor),
+                            false => tensor.as_leaf(),
+                        });
                     Pinned::hold(tree::tensors_of(&output))?;
+                    owned.write(&after)?;
                     Ok((output, after))
                 },
             ))
@@ -446,16 +501,19 @@ where
 
         // What the recording computed was never computed; the state is the graph's buffers, still at their values
         // from before the step, and the first replay takes the step.
+        let backup = self.state.clone();
         *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
-        drop(snapshot);
         let Some(pool) = self.core.pool.as_mut() else {
             return Ok(Attempt::Busy);
         };
         pool.state = Some(owned);
         self.core.attached = true;
-        graph
-            .replay(pool)
-            .map_err(device("running the first replay"))?;
+        if let Err(detail) = graph.replay(pool) {
+            *self.state = state::with_tensors(backup, &snapshot);
+            self.core.attached = false;
+            return Ok(Attempt::Refused(Refusal::Other { detail }));
+        }
+        drop(snapshot);
         let returned = copy_out(&output);
         pool.drain();
         pool.trim();

@@ -1,6 +1,6 @@
 //! Runs steps in a build without a backend that records graphs: always eagerly.
 
-use crate::engine::{Attempt, StepHost, Watch};
+use crate::engine::{Attempt, NoReplay, StepHost, Watch};
 use crate::error::StepError;
 use crate::lifecycle::Verdict;
 use crate::state::StepState;
@@ -41,6 +41,12 @@ impl HostCore {
         f()
     }
     pub fn forget(&mut self) {}
+    pub fn is_at_home(&self) -> bool {
+        true
+    }
+    pub fn adopt(&self, tensor: &AnyTensor) -> AnyTensor {
+        tensor.clone()
+    }
     pub fn owns_state(&self) -> bool {
         false
     }
@@ -99,9 +105,10 @@ where
     fn record(&mut self, _attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
         Ok(Attempt::Busy)
     }
-    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, String> {
+    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
         match graph.0 {}
     }
+    fn reset(&mut self) {}
     fn bytes(graph: &Sealed<O>) -> u64 {
         match graph.0 {}
     }

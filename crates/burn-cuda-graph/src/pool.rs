@@ -16,6 +16,7 @@ use burn::backend::{
 use burn::tensor::Device;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fusion::stream::StreamId;
 use burn_fusion::{FusionBackend, FusionTensor};
 use cubecl::client::Client;
 use cubecl_runtime::memory_management::{MemoryPoolKind, MemoryReport, MemoryScope};
@@ -133,6 +134,18 @@ pub(crate) fn id(tensor: &AnyTensor) -> u64 {
     fusion_tensor(tensor).map_or(u64::MAX, |tensor| tensor.id.value())
 }
 
+/// The stream the tensor was made on.
+pub(crate) fn home(tensor: &AnyTensor) -> Option<StreamId> {
+    let DispatchTensorKind::Cube(
+        BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
+    ) = &tensor.dispatch.kind
+    else {
+        // On the tape: the inner tensor is a clone, which keeps its stream where it is this thread's.
+        return fusion_tensor(tensor).map(|tensor| tensor.stream);
+    };
+    Some(tensor.stream)
+}
+
 /// The device buffer of the tensor, once everything registered so far on its stream has been launched.
 pub(crate) fn resolve(tensor: &AnyTensor) -> Option<CubeTensor> {
     let kind = tensor.kind();
@@ -232,6 +245,12 @@ impl Pinned {
             }
         };
         self.tensors.iter().zip(tensors).map(write).collect()
+    }
+
+    /// Whether `tensor` lies in one of the buffers.
+    pub fn shares_memory(&self, tensor: &AnyTensor) -> bool {
+        resolve(tensor)
+            .is_some_and(|buffer| self.buffers.iter().any(|held| same_memory(&buffer, held)))
     }
 
     /// Bytes of the buffers.
@@ -513,7 +532,6 @@ fn cube_device(device: &Device) -> Option<CubeDevice> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn_fusion::stream::StreamId;
     use cubecl_runtime::memory_management::{
         MemoryPoolReport, MemoryPoolsReport, MemoryUsage, StreamMemoryReport,
     };

@@ -1,5 +1,6 @@
 //! The state that a step updates: model, optimizer, whatever else it carries from one step to the next.
 
+use crate::shape_key::HostField;
 use crate::tensor::AnyTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, LearningRate, ModuleOptimizer};
@@ -16,6 +17,12 @@ pub trait StepState: Clone {
 
     /// Replace every tensor by what `map` returns for it, in the order of [`visit_state`](Self::visit_state).
     fn map_state(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self;
+
+    /// Hand every host value that a step changes to `field`. A step that changes one is refused, since a replay calls no
+    /// closure. Default: none.
+    fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+        let _ = field;
+    }
 
     /// Bring tensors that lag behind up to date, so that [`visit_state`](Self::visit_state) shows live values.
     /// Default: nothing lags.
@@ -169,6 +176,9 @@ macro_rules! tuple_state {
             }
             fn map_state(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
                 ($(self.$index.map_state(map),)*)
+            }
+            fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+                $(self.$index.visit_host_fields(field);)*
             }
             fn settle(&self) {
                 $(self.$index.settle();)*

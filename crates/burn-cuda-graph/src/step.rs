@@ -13,6 +13,7 @@ use crate::tree::{self, TensorTree};
 use burn::module::Module;
 use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// How a step ran.
@@ -64,8 +65,12 @@ pub struct StepOutput<O> {
 /// is not called, so whatever it does besides tensor operations on its arguments (counters, logging, reads) does
 /// not happen then. `Fn`, not `FnMut`: mutable host state in it would freeze.
 ///
-/// One thread at a time drives a step (`run` takes `&mut self`); it always works on the stream of the thread that made
-/// it, from whichever thread it is called.
+/// One thread at a time drives a step (`run` takes `&mut self`). It works on the calling thread's stream; called from
+/// another thread than before, it drops its graphs and warms up anew. A step run inside another step's closure runs
+/// eagerly.
+///
+/// When a window is refused, the closure has run twice for that step: once for the window and once eagerly. Tensors that
+/// it stashes outside of the state and the output are the graph's own, and change at every replay.
 pub struct GraphedStep<S, B, O, F> {
     state: S,
     step: F,
@@ -105,7 +110,7 @@ where
         let device = state_device(&state)?;
         let support = support(&device);
         let core = HostCore::new(&device, &support);
-        let state = checked_state(state)?;
+        let state = taken_over(state, &core)?;
         Ok(Self {
             blocked: blocked_by_state(&support, &state),
             state,
@@ -137,6 +142,9 @@ where
         if !lr.is_finite() {
             return Err(StepError::LearningRate { value: lr });
         }
+        crate::driver::tolerate_captures();
+        self.follow_thread()?;
+        let nested = Inside::enter();
         let Self {
             state,
             step,
@@ -152,7 +160,10 @@ where
             let tensors = tree::tensors_of(&batch);
             let batch = tree::with_tensors(batch, &tensors, "batch")?;
             check_batch(&tensors, device)?;
-            let blocked = blocked.clone().or_else(|| blocked_by_batch(&tensors));
+            let busy = nested.is_none().then_some(FallbackReason::CaptureBusy);
+            let blocked = busy
+                .or(blocked.clone())
+                .or_else(|| blocked_by_batch(&tensors));
             let key = key_of(&batch, &tensors, lr);
             let synced = engine.config().synced_timing;
             let mut host = Host {
@@ -186,13 +197,13 @@ where
     pub fn into_state(self) -> S {
         let Self {
             state,
-            mut core,
+            core,
             engine,
             ..
         } = self;
         core.pinned(|| state.settle());
         drop(engine);
-        core.forget();
+        drop(core);
         state
     }
 
@@ -206,19 +217,41 @@ where
     pub fn update_state(&mut self, update: impl FnOnce(S) -> S) -> Result<(), StepError> {
         let updated = update(self.state());
         let device = state_device(&updated)?;
-        let updated = checked_state(updated)?;
+        let new_support = support(&device);
+        let core = HostCore::new(&device, &new_support);
+        let updated = taken_over(updated, &core)?;
         let dropped = self.engine.invalidate();
-        self.core.forget();
         if dropped > 0 {
             log::info!("state changed from outside: {dropped} graphs dropped, warming up anew");
         }
-        if device != self.device {
-            self.support = support(&device);
-            self.core = HostCore::new(&device, &self.support);
-            self.device = device;
-        }
-        self.blocked = blocked_by_state(&self.support, &updated);
+        self.blocked = blocked_by_state(&new_support, &updated);
         self.state = updated;
+        self.support = new_support;
+        self.device = device;
+        // The old one gives its memory back as it drops.
+        self.core = core;
+        Ok(())
+    }
+
+    /// Move to the calling thread's stream.
+    ///
+    /// A graph holds the stream it was captured on, and the thread that owns that stream may be using it: its work would
+    /// land in our windows, or ours in its.
+    fn follow_thread(&mut self) -> Result<(), StepError> {
+        if self.core.is_at_home() {
+            return Ok(());
+        }
+        let state = self.state();
+        let moving = |detail| StepError::Device {
+            doing: "moving to another thread".into(),
+            detail,
+        };
+        self.core.pinned(|| self.core.sync()).map_err(moving)?;
+        let core = HostCore::new(&self.device, &self.support);
+        self.state = taken_over(state, &core)?;
+        let dropped = self.engine.invalidate();
+        self.core = core;
+        log::info!("called from another thread: {dropped} graphs dropped, warming up anew");
         Ok(())
     }
 
@@ -345,21 +378,45 @@ fn state_device<S: StepState>(state: &S) -> Result<Device, StepError> {
     }
 }
 
-/// The state, settled, after its `visit` and `map` were found to walk the same tensors.
-fn checked_state<S: StepState>(state: S) -> Result<S, StepError> {
-    let visited = state::tensors_of(&state).len();
-    let mut mapped = 0;
-    let state = state.map_state(&mut |tensor| {
-        mapped += 1;
-        tensor
-    });
-    match visited == mapped {
-        true => Ok(state),
-        false => Err(StepError::TreeMismatch {
-            place: "state".into(),
-            visited,
-            mapped,
-        }),
+/// The state as the engine keeps it: settled, in containers that share nothing mutable with the caller's, on the core's
+/// stream, after its `visit` and `map` were found to walk the same tensors.
+fn taken_over<S: StepState>(state: S, core: &HostCore) -> Result<S, StepError> {
+    core.pinned(|| {
+        let live = state::tensors_of(&state);
+        let mut mapped = 0;
+        let state = state.independent().map_state(&mut |old| {
+            mapped += 1;
+            live.get(mapped - 1)
+                .map_or(old, |tensor| core.adopt(tensor))
+        });
+        match live.len() == mapped {
+            true => Ok(state),
+            false => Err(StepError::TreeMismatch {
+                place: "state".into(),
+                visited: live.len(),
+                mapped,
+            }),
+        }
+    })
+}
+
+/// Marks the calling thread as inside a step.
+struct Inside;
+
+thread_local! {
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Inside {
+    /// `None` when it is inside one already.
+    fn enter() -> Option<Self> {
+        (!INSIDE.replace(true)).then_some(Inside)
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(false);
     }
 }
 
