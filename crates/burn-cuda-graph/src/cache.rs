@@ -55,6 +55,14 @@ impl<E: CacheEntry> Cache<E> {
         &mut slot.entry
     }
 
+    /// The entry of `key`, marked as just used.
+    pub fn touch(&mut self, key: &ShapeKey) -> Option<&mut E> {
+        let slot = self.slots.get_mut(key)?;
+        self.clock += 1;
+        slot.last_used = self.clock;
+        Some(&mut slot.entry)
+    }
+
     pub fn get_mut(&mut self, key: &ShapeKey) -> Option<&mut E> {
         self.slots.get_mut(key).map(|slot| &mut slot.entry)
     }

@@ -160,6 +160,15 @@ impl<F, G> Engine<F, G> {
             return self.stay(None, reason, host);
         }
 
+        // The hot path: nothing to decide.
+        if self
+            .cache
+            .touch(&key)
+            .is_some_and(|entry| entry.graph.is_some())
+        {
+            return self.replay(key, host);
+        }
+
         let moved = self.rate_moved(&key);
         let new = !self.cache.contains(&key);
         let unsettled_now = new && self.unsettled >= UNSETTLED_KEYS;
@@ -400,6 +409,7 @@ impl<F, G> Engine<F, G> {
         }
     }
 
+    /// The rate of the last step that was not a replay, when this one differs in that alone.
     fn rate_moved(&self, key: &ShapeKey) -> Option<FallbackReason> {
         let last = self.last_key.as_ref()?;
         (key.differs_in_rate_only(last) && !self.cache.contains(key)).then(|| {

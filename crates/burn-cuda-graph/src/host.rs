@@ -152,6 +152,8 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub state: &'a mut S,
     pub step: &'a F,
     pub batch: &'a B,
+    /// The batch's tensors.
+    pub tensors: &'a [AnyTensor],
     pub lr: f64,
     /// Wait for the device after each step, so that the call's time is the step's.
     pub synced: bool,
@@ -217,7 +219,7 @@ where
             *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
             self.core.attached = true;
         }
-        let refreshed = graph.inputs.refresh(&tree::tensors_of(self.batch));
+        let refreshed = graph.inputs.refresh(self.tensors);
         graph.graph.replay(pool).map_err(NoReplay::Failed)?;
         drop(refreshed);
         let output = copy_out(&graph.output);
@@ -319,7 +321,7 @@ where
         let ids = |tensors: &[AnyTensor]| tensors.iter().map(id).collect::<Vec<u64>>();
         let tensors = StepTensors {
             state_before: ids(&before),
-            batch: ids(&tree::tensors_of(self.batch)),
+            batch: ids(self.tensors),
             state_after: ids(&state::tensors_of(self.state)),
             outputs: ids(&tree::tensors_of(&output)),
         };
@@ -337,10 +339,7 @@ where
         let Some(_window) = exclusive() else {
             return Ok((self.run_eager(), None));
         };
-        let shapes: Vec<TensorSpec> = tree::tensors_of(self.batch)
-            .iter()
-            .map(AnyTensor::spec)
-            .collect();
+        let shapes: Vec<TensorSpec> = self.tensors.iter().map(AnyTensor::spec).collect();
         let mut in_use = None;
         if let Some(pool) = &self.core.pool {
             pool.drain();
@@ -382,7 +381,7 @@ where
         let Some(pool) = self.core.pool.as_mut() else {
             return Ok(Attempt::Busy);
         };
-        let batch = tree::tensors_of(self.batch);
+        let batch = self.tensors;
         let shapes: Vec<TensorSpec> = batch.iter().map(AnyTensor::spec).collect();
         let Some(rehearsal) = pool.fresh_rehearsal(&shapes) else {
             return Ok(Attempt::Stale);
@@ -405,8 +404,8 @@ where
                 (owned.clone(), before.clone())
             }
         };
-        let inputs = Pinned::duplicate(&batch).map_err(device("taking over the batch"))?;
-        let lifted: Vec<AnyTensor> = (inputs.tensors.iter().zip(&batch))
+        let inputs = Pinned::duplicate(batch).map_err(device("taking over the batch"))?;
+        let lifted: Vec<AnyTensor> = (inputs.tensors.iter().zip(batch))
             .map(|(owned, like)| AnyTensor::lifted_like(owned.clone(), like))
             .collect();
         let static_batch = tree::with_tensors(self.batch.clone(), &lifted, "batch")?;

@@ -73,6 +73,7 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub state: &'a mut S,
     pub step: &'a F,
     pub batch: &'a B,
+    pub tensors: &'a [AnyTensor],
     pub lr: f64,
     pub synced: bool,
     pub output: core::marker::PhantomData<O>,

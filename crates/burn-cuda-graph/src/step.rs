@@ -171,6 +171,7 @@ where
                 state,
                 step,
                 batch: &batch,
+                tensors: &tensors,
                 lr,
                 synced,
                 output: core::marker::PhantomData,
@@ -422,8 +423,8 @@ impl Drop for Inside {
 
 fn check_batch(tensors: &[AnyTensor], device: &Device) -> Result<(), StepError> {
     for (index, tensor) in tensors.iter().enumerate() {
-        let found = tensor.device();
-        if found != *device {
+        if !tensor.is_on(device) {
+            let found = tensor.device();
             return Err(StepError::BatchDevice {
                 index,
                 expected: format!("{device:?}"),

@@ -136,6 +136,11 @@ impl AnyTensor {
         }
     }
 
+    /// Whether the tensor is on `device`, with or without autodiff.
+    pub(crate) fn is_on(&self, device: &Device) -> bool {
+        self.dispatch.device() == *device.as_dispatch()
+    }
+
     /// The same values off the autodiff tape, sharing the buffer.
     pub(crate) fn inner(self) -> Self {
         match self.kind {
