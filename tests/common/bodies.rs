@@ -87,6 +87,24 @@ pub fn watched_steps_launch_what_plain_burn_does(device: &Device) {
     assert_eq!(step.report().launches_per_eager_step, Some(theirs));
 }
 
+/// A model's own `TrainStep`, an overridden `optimize` included, is what is recorded and replayed.
+pub fn a_train_step_model_replays(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let training = Training::new(model, SgdConfig::new().init());
+    let mut step = GraphedStep::from_train_step(training, required()).expect("one device");
+    for index in 0..8 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        assert_eq!(out.path.is_graph(), index >= 3);
+        eager.step(batch(&device, index, 64), LR * 0.5);
+        assert_same(
+            &bits(&step.model()),
+            &bits(&eager.model),
+            format_args!("step {index}"),
+        );
+    }
+}
+
 /// Case 7: a last, smaller batch; three epochs of ten batches of 64 and one of 17. The small one is recorded once it
 /// has been seen often enough, and takes no graph away from the large one.
 pub fn last_smaller_batch(device: &Device) {

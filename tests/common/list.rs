@@ -249,3 +249,9 @@ fn moving_host_values_are_refused() {
 fn a_step_inside_a_step() {
     bodies::a_step_inside_a_step(&device())
 }
+
+#[test]
+#[serial]
+fn a_train_step_model_replays() {
+    bodies::a_train_step_model_replays(&device())
+}

@@ -8,13 +8,15 @@
 
 pub mod bodies;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::relu};
 use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepOutput, StepPath, Training};
+use burn_train::{TrainOutput, TrainStep};
 
 pub const LR: f64 = 0.05;
 
@@ -37,6 +39,28 @@ impl Mlp {
     }
     pub fn output_bias(&self) -> Tensor<1> {
         self.output.bias.as_ref().expect("has a bias").val().inner()
+    }
+}
+
+/// Trains at half the rate it is given, by an `optimize` of its own.
+impl TrainStep for Mlp {
+    type Input = Batch;
+    type Output = ();
+
+    fn step(&self, (x, y): Batch) -> TrainOutput<()> {
+        let loss = CrossEntropyLossConfig::new().init(&x.device());
+        let loss = loss.forward(self.forward(x), y);
+        TrainOutput::new(self, loss.backward(), ())
+    }
+
+    fn optimize(
+        self,
+        optimizer: &mut ModuleOptimizer,
+        lr: ModuleLearningRate,
+        grads: GradientsParams,
+    ) -> Self {
+        let halved = lr.lr_from_param(ParamId::new(), None) * 0.5;
+        optimizer.step(halved, self, grads)
     }
 }
 
