@@ -1161,6 +1161,49 @@ pub fn moving_host_values_are_refused(device: &Device) {
     }
 }
 
+/// A step that does something else just when it is recorded is refused, not replayed for ever.
+pub fn a_step_that_differs_when_recorded_is_refused(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let calls = Cell::new(0);
+    let skip_fourth = |calls: &Cell<u32>| {
+        calls.set(calls.get() + 1);
+        calls.get() == 4
+    };
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
+            let skip = skip_fourth(&calls);
+            let loss = loss.forward(t.model().forward(x), y);
+            if !skip {
+                let grads = GradientsParams::from_grads(loss.backward(), t.model());
+                t.optimize(lr, grads);
+            }
+            loss
+        },
+    )
+    .expect("one device");
+    let mut eager = Eager::new(twin, &device);
+    for index in 0..7 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        // The refused fourth call runs again eagerly, as the fifth call of the closure.
+        let expected = match index {
+            0..3 => "warming-up",
+            3 => "refused",
+            4 => "recorded",
+            _ => "replayed",
+        };
+        assert_eq!(word(&out), expected, "step {index}: {}", out.path);
+        eager.step(batch(&device, index, 64), LR);
+        assert_same(
+            &bits(&step.model()),
+            &bits(&eager.model),
+            format_args!("step {index}"),
+        );
+    }
+}
+
 /// A step run inside another step's closure runs eagerly and hangs nothing.
 pub fn a_step_inside_a_step(device: &Device) {
     let (device, outer, inner) = twins::<Mlp>(device);

@@ -255,3 +255,9 @@ fn a_step_inside_a_step() {
 fn a_train_step_model_replays() {
     bodies::a_train_step_model_replays(&device())
 }
+
+#[test]
+#[serial]
+fn a_step_that_differs_when_recorded_is_refused() {
+    bodies::a_step_that_differs_when_recorded_is_refused(&device())
+}

@@ -63,8 +63,13 @@ pub(crate) trait StepHost {
     ) -> Result<(Self::Output, Option<Self::Fingerprint>), StepError>;
     /// Compare a step with the one before of the same key.
     fn compare(before: Option<&Self::Fingerprint>, now: &Self::Fingerprint) -> Verdict;
-    /// Record the step and run its first replay. Puts the state back when it gives no graph or unwinds.
-    fn record(&mut self, attempt: u32) -> Result<Attempt<Self::Graph, Self::Output>, StepError>;
+    /// Record the step, which must do what `rehearsed` did, and run its first replay. Puts the state back when it gives no
+    /// graph or unwinds.
+    fn record(
+        &mut self,
+        attempt: u32,
+        rehearsed: Option<&Self::Fingerprint>,
+    ) -> Result<Attempt<Self::Graph, Self::Output>, StepError>;
     /// Replay a sealed graph.
     fn replay(&mut self, graph: &Self::Graph) -> Result<Self::Output, NoReplay>;
     /// Every graph is gone: let go of what they shared.
@@ -281,7 +286,15 @@ impl<F, G> Engine<F, G> {
         H: StepHost<Fingerprint = F, Graph = G>,
     {
         let started = Instant::now();
-        let reason = match host.record(attempt)? {
+        let rehearsed = self
+            .cache
+            .get_mut(&key)
+            .and_then(|entry| entry.fingerprint.take());
+        let attempted = host.record(attempt, rehearsed.as_ref());
+        if let Some(entry) = self.cache.get_mut(&key) {
+            entry.fingerprint = rehearsed;
+        }
+        let reason = match attempted? {
             Attempt::Sealed { graph, output } => {
                 self.capture_times.add(started.elapsed());
                 let bytes = H::bytes(&graph);
@@ -512,7 +525,12 @@ mod tests {
                 }),
             }
         }
-        fn record(&mut self, _attempt: u32) -> Result<Attempt<Graph, u64>, StepError> {
+        fn record(
+            &mut self,
+            _attempt: u32,
+            rehearsed: Option<&u64>,
+        ) -> Result<Attempt<Graph, u64>, StepError> {
+            assert!(rehearsed.is_some(), "recorded without a rehearsal");
             self.opened += 1;
             let outcome = match self.windows.is_empty() {
                 true => Outcome::Seal,

@@ -194,14 +194,18 @@ where
         Fingerprint::compare(before, now)
     }
 
-    fn record(&mut self, attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+    fn record(
+        &mut self,
+        attempt: u32,
+        rehearsed: Option<&Fingerprint>,
+    ) -> Result<Attempt<Sealed<O>, O>, StepError> {
         let Some(_watching) = watching() else {
             return Ok(Attempt::Busy);
         };
         let Some(_window) = exclusive() else {
             return Ok(Attempt::Busy);
         };
-        self.record_exclusive(attempt)
+        self.record_exclusive(attempt, rehearsed)
     }
 
     fn replay(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
@@ -371,7 +375,11 @@ where
         }
     }
 
-    fn record_exclusive(&mut self, attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+    fn record_exclusive(
+        &mut self,
+        attempt: u32,
+        rehearsed: Option<&Fingerprint>,
+    ) -> Result<Attempt<Sealed<O>, O>, StepError> {
         let device = |doing: &str| {
             let doing = doing.to_string();
             move |detail: String| StepError::Device { doing, detail }
@@ -448,12 +456,35 @@ where
         };
         let recorder = Arc::new(Recorder::default());
         let recorded = {
+            let _operations = FusionObservation::new(recorder.clone());
             let _launches = LaunchObservation::new(recorder.clone());
             let (state, step, lr, owned) = (&mut *self.state, self.step, self.lr, &owned);
+            let pool = self.core.pool.as_ref();
             catch_unwind(AssertUnwindSafe(
                 || -> Result<(O, Vec<AnyTensor>), String> {
                     let output = step(state, static_batch, lr);
                     let after = state::tensors_of(state);
+                    // A step that does something else when it is recorded (every fourth one, or since a read failed in
+                    // the window) must not be replayed for ever.
+                    if let Some(pool) = pool {
+                        pool.settle_queue();
+                    }
+                    let tensors = StepTensors {
+                        state_before: owned.tensors.iter().map(id).collect(),
+                        batch: lifted.iter().map(id).collect(),
+                        state_after: after.iter().map(id).collect(),
+                        outputs: tree::tensors_of(&output).iter().map(id).collect(),
+                    };
+                    let mut now = Fingerprint::new(recorder.take(), &tensors, None);
+                    state.visit_host_fields(&mut |field| now.host.push(field));
+                    output.visit_host_fields(&mut |field| now.host.push(field));
+                    if let Verdict::Differs(reason) | Verdict::Never(reason) =
+                        Fingerprint::compare(rehearsed, &now)
+                    {
+                        return Err(format!(
+                            "the step to record is not the one rehearsed: {reason}"
+                        ));
+                    }
                     drop(step_end);
                     // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
                     // that is the state from before the step is copied before that is overwritten.

@@ -103,7 +103,11 @@ where
     fn compare(_before: Option<&Fingerprint>, now: &Fingerprint) -> Verdict {
         match *now {}
     }
-    fn record(&mut self, _attempt: u32) -> Result<Attempt<Sealed<O>, O>, StepError> {
+    fn record(
+        &mut self,
+        _attempt: u32,
+        _rehearsed: Option<&Fingerprint>,
+    ) -> Result<Attempt<Sealed<O>, O>, StepError> {
         Ok(Attempt::Busy)
     }
     fn replay(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
