@@ -939,17 +939,7 @@ pub fn states_that_swap(device: &Device) {
 pub fn a_step_moves_between_threads(device: &Device) {
     let (device, model, twin) = twins::<Mlp>(device);
     let mut eager = Eager::new(twin, &device);
-    let loss = CrossEntropyLossConfig::new().init(&device);
-    let mut step = GraphedStep::new(
-        Training::new(model, SgdConfig::new().init()),
-        required(),
-        move |t: &mut Training<Mlp>, (x, y): Batch, lr: f64| {
-            let loss = loss.forward(t.model().forward(x), y);
-            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
-            loss
-        },
-    )
-    .expect("one device");
+    let mut step = graphed(model, required(), &device);
     for index in 0..5 {
         step.run(batch(&device, index, 64), LR).expect("runs");
         eager.step(batch(&device, index, 64), LR);

@@ -71,8 +71,6 @@ pub(crate) struct Fingerprint {
     operations: Vec<OperationIr>,
     /// Tensors from outside that are neither state nor batch: the server's id, and where it is first used.
     constants: Vec<(u64, usize)>,
-    /// The server's ids of everything it made.
-    made: HashSet<u64>,
     /// State and outputs after it, as numbers: which operation result each is.
     results: Vec<u64>,
     pub launches: Option<u64>,
@@ -115,7 +113,6 @@ impl Fingerprint {
         Self {
             operations,
             constants,
-            made,
             results,
             launches,
             host: Vec::new(),
@@ -142,11 +139,6 @@ impl Fingerprint {
                     .map(|input| input.shape.iter().copied().collect())
                     .next()
                     .unwrap_or_default();
-                log::debug!(
-                    "tensor {} is carried over, made by the step before: {}",
-                    now_constant.0,
-                    before.made.contains(&now_constant.0)
-                );
                 return Verdict::Differs(FallbackReason::HiddenState {
                     operation: name(operation),
                     shape,

@@ -19,6 +19,7 @@ use crate::tree::{self, TensorTree};
 use burn::tensor::Device;
 use burn_fusion::observer::FusionObservation;
 use burn_fusion::stream::StreamId;
+use burn_ir::OperationIr;
 use cubecl_runtime::logging::LaunchObservation;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -58,7 +59,7 @@ impl HostCore {
 
     /// Run `f` on that stream.
     pub fn pinned<R>(&self, f: impl FnOnce() -> R) -> R {
-        self.stream.executes(f)
+        self.stream().run(f)
     }
 
     /// Let the graph-owned state go; every graph must be gone.
@@ -322,17 +323,13 @@ where
             }
             (output, recorder.launches())
         };
-        let ids = |tensors: &[AnyTensor]| tensors.iter().map(id).collect::<Vec<u64>>();
-        let tensors = StepTensors {
-            state_before: ids(&before),
-            batch: ids(self.tensors),
-            state_after: ids(&state::tensors_of(self.state)),
-            outputs: ids(&tree::tensors_of(&output)),
+        let after = state::tensors_of(self.state);
+        let step = Observed {
+            before: &before,
+            batch: self.tensors,
+            after: &after,
         };
-        let mut fingerprint = Fingerprint::new(recorder.take(), &tensors, Some(launches));
-        self.state
-            .visit_host_fields(&mut |field| fingerprint.host.push(field));
-        output.visit_host_fields(&mut |field| fingerprint.host.push(field));
+        let fingerprint = step.fingerprint(recorder.take(), self.state, &output, Some(launches));
         Ok((output, fingerprint))
     }
 
@@ -460,50 +457,44 @@ where
             let _launches = LaunchObservation::new(recorder.clone());
             let (state, step, lr, owned) = (&mut *self.state, self.step, self.lr, &owned);
             let pool = self.core.pool.as_ref();
-            catch_unwind(AssertUnwindSafe(
-                || -> Result<(O, Vec<AnyTensor>), String> {
-                    let output = step(state, static_batch, lr);
-                    let after = state::tensors_of(state);
-                    // A step that does something else when it is recorded (every fourth one, or since a read failed in
-                    // the window) must not be replayed for ever.
-                    if let Some(pool) = pool {
-                        pool.settle_queue();
-                    }
-                    let tensors = StepTensors {
-                        state_before: owned.tensors.iter().map(id).collect(),
-                        batch: lifted.iter().map(id).collect(),
-                        state_after: after.iter().map(id).collect(),
-                        outputs: tree::tensors_of(&output).iter().map(id).collect(),
-                    };
-                    let mut now = Fingerprint::new(recorder.take(), &tensors, None);
-                    state.visit_host_fields(&mut |field| now.host.push(field));
-                    output.visit_host_fields(&mut |field| now.host.push(field));
-                    if let Verdict::Differs(reason) | Verdict::Never(reason) =
-                        Fingerprint::compare(rehearsed, &now)
-                    {
-                        return Err(format!(
-                            "the step to record is not the one rehearsed: {reason}"
-                        ));
-                    }
-                    drop(step_end);
-                    // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
-                    // that is the state from before the step is copied before that is overwritten.
-                    let output =
-                        output.map_tensors(&mut |tensor| match owned.shares_memory(&tensor) {
-                            true => duplicate_like(&tensor),
-                            false => tensor.as_leaf(),
-                        });
-                    Pinned::hold(tree::tensors_of(&output))?;
-                    owned.write(&after)?;
-                    Ok((output, after))
-                },
-            ))
+            catch_unwind(AssertUnwindSafe(|| -> Result<O, String> {
+                let output = step(state, static_batch, lr);
+                let after = state::tensors_of(state);
+                // A step that does something else when it is recorded (every fourth one, or since a read failed in
+                // the window) must not be replayed for ever.
+                if let Some(pool) = pool {
+                    pool.settle_queue();
+                }
+                let observed = Observed {
+                    before: &owned.tensors,
+                    batch: &lifted,
+                    after: &after,
+                };
+                let now = observed.fingerprint(recorder.take(), state, &output, None);
+                if let Verdict::Differs(reason) | Verdict::Never(reason) =
+                    Fingerprint::compare(rehearsed, &now)
+                {
+                    return Err(format!(
+                        "the step to record is not the one rehearsed: {reason}"
+                    ));
+                }
+                drop(step_end);
+                // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
+                // that is the state from before the step is copied before that is overwritten.
+                let output = output.map_tensors(&mut |tensor| match owned.shares_memory(&tensor) {
+                    true => duplicate_like(&tensor),
+                    false => tensor.as_leaf(),
+                });
+                Pinned::hold(tree::tensors_of(&output))?;
+                owned.write(&after)?;
+                Ok(output)
+            }))
         };
         let sealed = window.seal();
 
         let restore = |state: &mut S| *state = state::with_tensors(backup, &snapshot);
         let (output, graph) = match (recorded, sealed) {
-            (Ok(Ok((output, _after))), Ok(graph)) => (output, graph),
+            (Ok(Ok(output)), Ok(graph)) => (output, graph),
             (recorded, sealed) => {
                 restore(self.state);
                 self.core.attached = false;
@@ -531,7 +522,6 @@ where
 
         // What the recording computed was never computed; the state is the graph's buffers, still at their values
         // from before the step, and the first replay takes the step.
-        let backup = self.state.clone();
         *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
         let Some(pool) = self.core.pool.as_mut() else {
             return Ok(Attempt::Busy);
@@ -539,7 +529,7 @@ where
         pool.state = Some(owned);
         self.core.attached = true;
         if let Err(detail) = graph.replay(pool) {
-            *self.state = state::with_tensors(backup, &snapshot);
+            restore(self.state);
             self.core.attached = false;
             return Ok(Attempt::Refused(Refusal::Other { detail }));
         }
@@ -569,6 +559,35 @@ where
             },
             output: returned,
         })
+    }
+}
+
+/// The tensors around a step that was observed.
+struct Observed<'a> {
+    before: &'a [AnyTensor],
+    batch: &'a [AnyTensor],
+    after: &'a [AnyTensor],
+}
+
+impl Observed<'_> {
+    fn fingerprint<S: StepState, O: TensorTree>(
+        &self,
+        operations: Vec<OperationIr>,
+        state: &S,
+        output: &O,
+        launches: Option<u64>,
+    ) -> Fingerprint {
+        let ids = |tensors: &[AnyTensor]| tensors.iter().map(id).collect::<Vec<u64>>();
+        let tensors = StepTensors {
+            state_before: ids(self.before),
+            batch: ids(self.batch),
+            state_after: ids(self.after),
+            outputs: ids(&tree::tensors_of(output)),
+        };
+        let mut fingerprint = Fingerprint::new(operations, &tensors, launches);
+        state.visit_host_fields(&mut |field| fingerprint.host.push(field));
+        output.visit_host_fields(&mut |field| fingerprint.host.push(field));
+        fingerprint
     }
 }
 
