@@ -28,10 +28,12 @@
 
 mod cache;
 mod config;
+mod context;
 mod driver;
 mod engine;
 mod error;
 mod lifecycle;
+pub mod optim;
 mod report;
 mod shape_key;
 mod state;
@@ -55,6 +57,7 @@ mod pool;
 mod train;
 
 pub use config::{GraphConfig, Policy};
+pub use context::{LearningRates, StepRate};
 pub use driver::tolerate_captures;
 pub use error::{FallbackReason, StepError};
 pub use report::{EntryReport, Report};

@@ -1,0 +1,524 @@
+//! How the step that the calling thread is in gets its rates and its optimizer scalars.
+//!
+//! A recording freezes every scalar of a launch. So inside a graphed step the scalars that move from step to step (the
+//! learning rate, what an optimizer derives from it and from its step count) are tensors: *slots* of one small device
+//! buffer, which is written before each replay. What a slot holds is a function of rate and step count, kept with the
+//! recording, since a replay calls no optimizer.
+//!
+//! A rate reaches an optimizer as a plain `f64`, through code that is not ours. To know which one arrives, a recording
+//! passes *marked* rates: quiet NaNs whose payload numbers the rate. Nothing executes while a window is open, so no
+//! result is ever computed from one. A marked rate that arrives anywhere but at one of our optimizers shows up as a
+//! scalar that the rehearsal did not have, and the recording is given up for one that has the rate baked in.
+
+use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
+use burn::module::{ParamGroup, ParamId};
+use burn::tensor::{Bool, DType, Tensor};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// The learning rates of a step: one for all parameters, or one for each group of them.
+///
+/// Made from an `f64`, or from the [`ModuleLearningRate`] that a
+/// [`ModuleLrScheduler`](burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler) answers.
+#[derive(Clone)]
+pub struct LearningRates {
+    source: RateSource,
+}
+
+#[derive(Clone)]
+enum RateSource {
+    Uniform(f64),
+    Module(ModuleLearningRate),
+}
+
+impl core::fmt::Debug for LearningRates {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match &self.source {
+            RateSource::Uniform(rate) => write!(f, "{rate}"),
+            RateSource::Module(rates) => write!(f, "{} and groups", rates.base()),
+        }
+    }
+}
+
+impl From<f64> for LearningRates {
+    fn from(rate: f64) -> Self {
+        Self {
+            source: RateSource::Uniform(rate),
+        }
+    }
+}
+
+impl From<ModuleLearningRate> for LearningRates {
+    fn from(rates: ModuleLearningRate) -> Self {
+        Self {
+            source: RateSource::Module(rates),
+        }
+    }
+}
+
+impl From<&ModuleLearningRate> for LearningRates {
+    fn from(rates: &ModuleLearningRate) -> Self {
+        rates.clone().into()
+    }
+}
+
+/// The rates of one step, by class: parameters whose rates are equal in this step share one.
+#[derive(Debug, Clone)]
+pub(crate) struct Rates {
+    given: LearningRates,
+    /// The rate of each class; class 0 is the base rate.
+    pub classes: Vec<f64>,
+    /// The class of each parameter, and the parameter; empty when all are of class 0.
+    members: Vec<(ParamId, u16)>,
+}
+
+impl Rates {
+    /// Sort `parameters` by their rates.
+    pub fn new(given: LearningRates, parameters: &[(ParamId, String)]) -> Self {
+        let (mut classes, mut members) = (Vec::new(), Vec::new());
+        match &given.source {
+            RateSource::Uniform(rate) => classes.push(*rate),
+            RateSource::Module(rates) => {
+                classes.push(rates.base());
+                for (id, path) in parameters {
+                    let rate = rates.lr_from_param(*id, Some(path));
+                    let known = classes
+                        .iter()
+                        .position(|class| class.to_bits() == rate.to_bits());
+                    let class = known.unwrap_or_else(|| {
+                        classes.push(rate);
+                        classes.len() - 1
+                    });
+                    members.push((*id, class as u16));
+                }
+                if members.iter().all(|(_, class)| *class == 0) {
+                    members.clear();
+                }
+            }
+        }
+        Self {
+            given,
+            classes,
+            members,
+        }
+    }
+
+    /// The rate that a uniform schedule gives.
+    pub fn base(&self) -> f64 {
+        self.classes.first().copied().unwrap_or_default()
+    }
+
+    /// The bits of every class.
+    pub fn bits(&self) -> Vec<u64> {
+        self.classes.iter().map(|rate| rate.to_bits()).collect()
+    }
+
+    /// Which parameter is of which class; empty when all are of the first.
+    pub fn partition(&self) -> Vec<u16> {
+        self.members.iter().map(|(_, class)| *class).collect()
+    }
+
+    /// A value that is not finite.
+    pub fn not_finite(&self) -> Option<f64> {
+        self.classes.iter().copied().find(|rate| !rate.is_finite())
+    }
+
+    /// Each parameter at what `rate_of` answers for its class.
+    fn module_rate(&self, rate_of: impl Fn(u16) -> f64) -> ModuleLearningRate {
+        if self.members.is_empty() {
+            return rate_of(0).into();
+        }
+        let mut schedulers = ModuleLrScheduler::new(rate_of(0));
+        for class in 1..self.classes.len() as u16 {
+            let ids = self.members.iter().filter(|(_, of)| *of == class);
+            let group = ParamGroup::from_ids(ids.map(|(id, _)| *id).collect());
+            schedulers = schedulers.with_group(group, rate_of(class));
+        }
+        schedulers.step()
+    }
+}
+
+/// The learning rate of the step, as its closure gets it.
+///
+/// Hand it on: to [`Training::optimize`](crate::Training::optimize), or, as `lr.into()`, to anything that takes a
+/// [`ModuleLearningRate`]. `lr * 0.1` is a rate that follows this one. Used in these ways with the optimizers of
+/// [`optim`](crate::optim), a new rate needs no new recording. [`value`](Self::value) gives the number; a step that asks
+/// for it has the rate baked in, and each rate its own graph.
+///
+/// Valid during the step it was made for.
+#[derive(Debug, Clone, Copy)]
+pub struct StepRate {
+    scale: f64,
+}
+
+impl StepRate {
+    pub(crate) fn new() -> Self {
+        Self { scale: 1.0 }
+    }
+
+    /// The number: the base rate where there are several. The step's rate is then part of its shape key.
+    pub fn value(self) -> f64 {
+        with_context(|context| {
+            context.rate_read = true;
+            context.rates.base() * self.scale
+        })
+        .unwrap_or(f64::NAN)
+    }
+
+    /// The rates as Burn's optimizers take them.
+    pub fn module(self) -> ModuleLearningRate {
+        with_context(|context| context.module_rate(self.scale)).unwrap_or_else(|| f64::NAN.into())
+    }
+}
+
+impl core::ops::Mul<f64> for StepRate {
+    type Output = StepRate;
+    fn mul(self, scale: f64) -> StepRate {
+        StepRate {
+            scale: self.scale * scale,
+        }
+    }
+}
+
+impl core::ops::Mul<StepRate> for f64 {
+    type Output = StepRate;
+    fn mul(self, rate: StepRate) -> StepRate {
+        rate * self
+    }
+}
+
+impl core::ops::Div<f64> for StepRate {
+    type Output = StepRate;
+    fn div(self, by: f64) -> StepRate {
+        StepRate {
+            scale: self.scale / by,
+        }
+    }
+}
+
+impl From<StepRate> for ModuleLearningRate {
+    fn from(rate: StepRate) -> Self {
+        rate.module()
+    }
+}
+
+/// How the step runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// As plain Burn: scalars are launch arguments.
+    Plain,
+    /// Watched: scalars are slots, written as they are asked for.
+    Watched,
+    /// Recorded. `tracked`: rates are marked; else they are numbers, which the recording freezes.
+    Recording { tracked: bool },
+}
+
+/// Where slots are.
+pub(crate) trait SlotSource: Send {
+    /// The `[1]` tensor of slot `index`, in `dtype`; `None` when there is no room.
+    fn tensor(&mut self, index: usize, dtype: DType) -> Option<Tensor<1>>;
+    /// Write the slot, before any operation that is launched from now on.
+    fn write(&mut self, index: usize, dtype: DType, value: f64);
+}
+
+/// What a slot holds, as a function of rate and step count.
+pub(crate) type SlotValue = Arc<dyn Fn(f64, u64) -> f64 + Send + Sync>;
+
+/// Where the rate in a slot's value comes from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum SlotRate {
+    /// A number of the step's own.
+    Constant(f64),
+    /// That of a class, scaled.
+    Class { class: u16, scale: f64 },
+}
+
+/// One slot of a recording.
+#[derive(Clone)]
+pub(crate) struct Slot {
+    pub dtype: DType,
+    pub rate: SlotRate,
+    /// The step counter it reads, and the count it was recorded at.
+    pub clock: Option<(u64, u64)>,
+    pub value: SlotValue,
+}
+
+impl core::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Slot")
+            .field("dtype", &self.dtype)
+            .field("rate", &self.rate)
+            .field("clock", &self.clock)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What two requests must share to be the same slot.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct SlotKey {
+    optimizer: u64,
+    name: &'static str,
+    dtype: DType,
+    rate: u64,
+    steps: Option<u64>,
+}
+
+/// A scalar that an optimizer asks for.
+pub(crate) struct Request {
+    /// The optimizer's number: two with other hyper-parameters have other scalars of the same name.
+    pub optimizer: u64,
+    pub name: &'static str,
+    pub dtype: DType,
+    /// The rate as it arrived.
+    pub rate: f64,
+    /// The step counter and the count, where the value depends on them.
+    pub clock: Option<(u64, u64)>,
+    pub value: SlotValue,
+}
+
+/// The context of one step.
+pub(crate) struct Context {
+    pub mode: Mode,
+    pub rates: Rates,
+    source: Option<Box<dyn SlotSource>>,
+    /// Rates handed out: class and scale, by the number in their mark.
+    marks: Vec<(u16, f64)>,
+    pub slots: Vec<Slot>,
+    known: HashMap<SlotKey, usize>,
+    /// The closure asked for a number, so the rate must be in the key.
+    pub rate_read: bool,
+    /// Parameters updated by optimizers of this crate.
+    pub updates: u64,
+}
+
+/// Quiet NaNs with this in their upper half are marked rates.
+const MARK: u64 = 0x7ff8_b06c_0000_0000;
+
+impl Context {
+    pub fn new(mode: Mode, rates: Rates, source: Option<Box<dyn SlotSource>>) -> Self {
+        Self {
+            mode,
+            rates,
+            source,
+            marks: Vec::new(),
+            slots: Vec::new(),
+            known: HashMap::new(),
+            rate_read: false,
+            updates: 0,
+        }
+    }
+
+    fn module_rate(&mut self, scale: f64) -> ModuleLearningRate {
+        match self.mode {
+            Mode::Recording { tracked: true } => {
+                let first = self.marks.len() as u64;
+                let classes = self.rates.classes.len() as u16;
+                self.marks.extend((0..classes).map(|class| (class, scale)));
+                self.rates
+                    .module_rate(|class| f64::from_bits(MARK | (first + u64::from(class))))
+            }
+            _ if scale == 1.0 => match &self.rates.given.source {
+                RateSource::Uniform(rate) => (*rate).into(),
+                RateSource::Module(rates) => rates.clone(),
+            },
+            _ => self
+                .rates
+                .module_rate(|class| self.rates.classes[class as usize] * scale),
+        }
+    }
+
+    /// What `rate` is, and a number that tells it from other rates.
+    fn rate(&mut self, rate: f64) -> (SlotRate, u64) {
+        let bits = rate.to_bits();
+        if bits & 0xffff_ffff_0000_0000 == MARK
+            && let Some((class, scale)) = self.marks.get((bits & 0xffff_ffff) as usize)
+        {
+            let (class, scale) = (*class, *scale);
+            // The number it had in the rehearsal, which told slots apart there.
+            let number = self.rates.classes[class as usize] * scale;
+            return (SlotRate::Class { class, scale }, number.to_bits());
+        }
+        (SlotRate::Constant(rate), bits)
+    }
+
+    fn scalar(&mut self, request: Request) -> Option<Tensor<1>> {
+        if self.mode == Mode::Plain {
+            return None;
+        }
+        let (rate, number) = self.rate(request.rate);
+        let key = SlotKey {
+            optimizer: request.optimizer,
+            name: request.name,
+            dtype: request.dtype,
+            rate: number,
+            steps: request.clock.map(|(_, steps)| steps),
+        };
+        let source = self.source.as_mut()?;
+        if let Some(index) = self.known.get(&key) {
+            // A marked rate that shares its slot with another one would follow that one.
+            if self.slots[*index].rate == rate {
+                return source.tensor(*index, request.dtype);
+            }
+            self.rate_read = true;
+        }
+        let index = self.slots.len();
+        let tensor = source.tensor(index, request.dtype)?;
+        if self.mode == Mode::Watched {
+            let steps = request.clock.map_or(0, |(_, steps)| steps);
+            let value = (request.value)(request.rate, steps);
+            source.write(index, request.dtype, value);
+        }
+        self.slots.push(Slot {
+            dtype: request.dtype,
+            rate,
+            clock: request.clock,
+            value: request.value,
+        });
+        self.known.insert(key, index);
+        Some(tensor)
+    }
+}
+
+thread_local! {
+    static CONTEXT: RefCell<Option<Context>> = const { RefCell::new(None) };
+    static SKIP: RefCell<Option<Tensor<1, Bool>>> = const { RefCell::new(None) };
+}
+
+fn with_context<R>(f: impl FnOnce(&mut Context) -> R) -> Option<R> {
+    CONTEXT.with_borrow_mut(|context| context.as_mut().map(f))
+}
+
+/// Whether the calling thread is in a step whose scalars are slots.
+pub(crate) fn scalars_are_slots() -> bool {
+    with_context(|context| context.mode != Mode::Plain).unwrap_or(false)
+}
+
+/// The slot of a scalar; `None` outside a graphed step, and where there is no room.
+pub(crate) fn scalar(request: Request) -> Option<Tensor<1>> {
+    with_context(|context| context.scalar(request)).flatten()
+}
+
+/// An optimizer of this crate updates a parameter.
+pub(crate) fn updating() {
+    with_context(|context| context.updates += 1);
+}
+
+/// Run `f` in `context`; the context as `f` left it, whether or not it panics.
+pub(crate) fn enter<R>(context: Context, f: impl FnOnce() -> R) -> (R, Context) {
+    struct Restore(Option<Context>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            let outer = self.0.take();
+            CONTEXT.with_borrow_mut(|context| *context = outer);
+        }
+    }
+    let fallback = Context::new(Mode::Plain, context.rates.clone(), None);
+    let outer = CONTEXT.with_borrow_mut(|current| current.replace(context));
+    let restore = Restore(outer);
+    let result = f();
+    let left = CONTEXT.with_borrow_mut(Option::take).unwrap_or(fallback);
+    drop(restore);
+    (result, left)
+}
+
+/// Where it holds, updates of parameters and optimizer state do not happen.
+pub(crate) fn skip_mask() -> Option<Tensor<1, Bool>> {
+    SKIP.with_borrow(Clone::clone)
+}
+
+/// Run `f` with updates masked out where `skip` holds.
+pub(crate) fn with_skip_mask<R>(skip: Tensor<1, Bool>, f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<Tensor<1, Bool>>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            let outer = self.0.take();
+            SKIP.with_borrow_mut(|skip| *skip = outer);
+        }
+    }
+    let _restore = Restore(SKIP.with_borrow_mut(|current| current.replace(skip)));
+    f()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rates(rate: f64) -> Rates {
+        Rates::new(rate.into(), &[])
+    }
+
+    /// A marked rate is recognised after it went through Burn's own types, scaled ones too, and a number is not
+    /// mistaken for one.
+    #[test]
+    fn marked_rates_are_recognised() {
+        let context = Context::new(Mode::Recording { tracked: true }, rates(0.05), None);
+        let ((), mut left) = enter(context, || {
+            let rate = StepRate::new();
+            let plain: ModuleLearningRate = rate.into();
+            let halved: ModuleLearningRate = (rate * 0.5).into();
+            let id = ParamId::new();
+            let (plain, halved) = (
+                plain.lr_from_param(id, None),
+                halved.lr_from_param(id, Some("a")),
+            );
+            assert!(plain.is_nan() && halved.is_nan());
+            let seen = with_context(|context| (context.rate(plain).0, context.rate(halved).0));
+            let class = |scale| SlotRate::Class { class: 0, scale };
+            assert_eq!(seen, Some((class(1.0), class(0.5))));
+        });
+        assert_eq!(left.rate(0.05).0, SlotRate::Constant(0.05));
+        assert!(matches!(left.rate(f64::NAN).0, SlotRate::Constant(_)));
+        assert!(!left.rate_read);
+    }
+
+    /// Asking for the number is noticed, in every mode.
+    #[test]
+    fn a_read_rate_is_noticed() {
+        for mode in [Mode::Watched, Mode::Recording { tracked: true }] {
+            let (value, left) = enter(Context::new(mode, rates(0.25), None), || {
+                (StepRate::new() * 2.0).value()
+            });
+            assert_eq!(value, 0.5);
+            assert!(left.rate_read);
+        }
+    }
+
+    /// Parameters of equal rates share a class, and a group keeps its rate through the marks.
+    #[test]
+    fn rates_of_groups_keep_their_parameters() {
+        let ids: Vec<ParamId> = (0..3).map(|_| ParamId::new()).collect();
+        let parameters: Vec<(ParamId, String)> =
+            ids.iter().map(|id| (*id, String::new())).collect();
+        let given = ModuleLrScheduler::new(0.1)
+            .with_group(ParamGroup::from_ids(vec![ids[1]]), 0.2)
+            .step();
+        let rates = Rates::new(given.into(), &parameters);
+        assert_eq!(rates.classes, [0.1, 0.2]);
+        assert_eq!(rates.partition(), [0, 1, 0]);
+        let context = Context::new(Mode::Recording { tracked: true }, rates, None);
+        let ((), _) = enter(context, || {
+            let marked = StepRate::new().module();
+            let classes: Vec<SlotRate> = ids
+                .iter()
+                .filter_map(|id| {
+                    with_context(|context| context.rate(marked.lr_from_param(*id, None)).0)
+                })
+                .collect();
+            let class = |class| SlotRate::Class { class, scale: 1.0 };
+            assert_eq!(classes, [class(0), class(1), class(0)]);
+        });
+    }
+
+    /// A panic in the step leaves no context behind.
+    #[test]
+    fn a_panic_leaves_no_context() {
+        let panicked = std::panic::catch_unwind(|| {
+            enter(Context::new(Mode::Watched, rates(0.1), None), || {
+                panic!("scripted")
+            })
+        });
+        assert!(panicked.is_err());
+        assert!(!scalars_are_slots());
+    }
+}

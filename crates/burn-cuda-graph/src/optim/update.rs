@@ -1,0 +1,302 @@
+//! One parameter's update, written once for every way it runs.
+//!
+//! An optimizer describes its update with [`Update`]: how each tensor of its state evolves, and which scalars it takes.
+//! The same description runs
+//!
+//! - as plain Burn: scalars are numbers, the operations are those of Burn's optimizer of the same name, one by one;
+//! - in a graphed step: scalars that move are slots of a device buffer (see `context`);
+//! - under loss scaling: the step count is on the device too, and where the step is skipped nothing changes.
+
+use super::state::{Layout, OptimizerState, StateData, Steps};
+use crate::context::{self, Request};
+use crate::tensor::AnyTensor;
+use burn::tensor::{Bool, DType, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Tells one optimizer's scalars from another's: a graph keeps what they are computed from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OptimizerId(u64);
+
+impl OptimizerId {
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A scalar of an update: a number, or a `[1]` tensor on the device.
+#[derive(Debug, Clone)]
+pub(crate) enum Scalar {
+    Host(f64),
+    Device(Tensor<1>),
+}
+
+impl Scalar {
+    /// `x * self`.
+    pub fn times<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        match self {
+            Scalar::Host(value) => x.mul_scalar(*value),
+            Scalar::Device(value) => {
+                let value = as_rank(value, x.dtype());
+                x.mul(value)
+            }
+        }
+    }
+
+    /// `x / self`.
+    pub fn divides<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        match self {
+            Scalar::Host(value) => x.div_scalar(*value),
+            Scalar::Device(value) => {
+                let value = as_rank(value, x.dtype());
+                x.div(value)
+            }
+        }
+    }
+
+    /// `x + self`.
+    pub fn plus<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        match self {
+            Scalar::Host(value) => x.add_scalar(*value),
+            Scalar::Device(value) => {
+                let value = as_rank(value, x.dtype());
+                x.add(value)
+            }
+        }
+    }
+}
+
+fn as_rank<const D: usize>(value: &Tensor<1>, dtype: DType) -> Tensor<D> {
+    let value = match value.dtype() == dtype {
+        true => value.clone(),
+        false => cast(value.clone(), dtype),
+    };
+    value.reshape([1; D])
+}
+
+/// `tensor` in another float type.
+pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    match tensor.dtype() == dtype {
+        true => tensor,
+        false => tensor.cast(burn::tensor::FloatDType::from(dtype)),
+    }
+}
+
+/// A `[1]` condition over the shape of `like`.
+fn spread<const D: usize>(condition: &Tensor<1, Bool>, like: &Tensor<D>) -> Tensor<D, Bool> {
+    condition.clone().reshape([1; D]).expand(like.dims())
+}
+
+/// The device's step count, for scalars that are computed there.
+pub(crate) struct DeviceTime {
+    steps: Tensor<1>,
+    rate: Tensor<1>,
+}
+
+impl DeviceTime {
+    /// Steps taken, this one included: `[1]` `f32`.
+    pub fn steps(&self) -> Tensor<1> {
+        self.steps.clone()
+    }
+    /// The learning rate: `[1]` `f32`.
+    pub fn rate(&self) -> Tensor<1> {
+        self.rate.clone()
+    }
+    /// `base` to the power of the step count: `[1]` `f32`, multiplied out as `f32::powi` does.
+    pub fn power(&self, base: f32) -> Tensor<1> {
+        super::power::power(base, self.steps.clone())
+    }
+}
+
+/// The update of one parameter in one step.
+pub(crate) struct Update<const D: usize, L> {
+    optimizer: OptimizerId,
+    lr: f64,
+    dtype: DType,
+    /// The state before the step; `None` in the first.
+    old: Option<StateData>,
+    clock: u64,
+    /// The count this step makes.
+    steps: Steps,
+    /// Where nothing changes: condition, and the parameter before the step.
+    skip: Option<(Tensor<1, Bool>, Tensor<D>)>,
+    /// With a count on the device: whether this is the first step that counts.
+    first: Option<Tensor<1, Bool>>,
+    leaves: Vec<(&'static str, AnyTensor)>,
+    layout: core::marker::PhantomData<fn() -> L>,
+}
+
+impl<const D: usize, L: Layout> Update<D, L> {
+    /// Begin the update of `param` by `optimizer` at rate `lr`.
+    pub fn begin(
+        optimizer: OptimizerId,
+        lr: f64,
+        param: &Tensor<D>,
+        state: Option<OptimizerState<D, L>>,
+    ) -> Self {
+        context::updating();
+        let device = param.device();
+        let mask = context::skip_mask();
+        let old = state.map(|state| state.data);
+        let fresh;
+        let known = match &old {
+            Some(data) => data,
+            None => {
+                fresh = StateData::new(Steps::Host(0), Vec::new());
+                &fresh
+            }
+        };
+        let clock = known.clock;
+        let on_device = match (&known.steps, &mask) {
+            (Steps::Device(steps), _) => Some(steps.clone()),
+            (Steps::Host(steps), Some(_)) => Some(Tensor::full([1], *steps as f32, &device)),
+            (Steps::Host(_), None) => None,
+        };
+        let (steps, first) = match (&known.steps, on_device) {
+            (_, Some(before)) => {
+                let first = before.clone().equal_elem(0.0);
+                (Steps::Device(before.add_scalar(1.0)), Some(first))
+            }
+            (Steps::Host(before), None) => (Steps::Host(before + 1), None),
+            (Steps::Device(before), None) => (Steps::Device(before.clone()), None),
+        };
+        Self {
+            optimizer,
+            lr,
+            dtype: param.dtype(),
+            clock,
+            steps,
+            skip: mask.map(|mask| (mask, param.clone())),
+            first,
+            old,
+            leaves: Vec::new(),
+            layout: core::marker::PhantomData,
+        }
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> Scalar {
+        self.rate("lr", |lr| lr)
+    }
+
+    /// A scalar that depends on the learning rate alone. `name` tells it from the optimizer's others.
+    pub fn rate(
+        &self,
+        name: &'static str,
+        value: impl Fn(f64) -> f64 + Send + Sync + 'static,
+    ) -> Scalar {
+        self.slot(name, self.dtype, None, move |lr, _| value(lr))
+    }
+
+    /// A scalar that depends on the step count (this step included) and the learning rate: `host` computes it, as Burn
+    /// does; `device` does where the count is on the device, in `f32`.
+    pub fn timed(
+        &self,
+        name: &'static str,
+        host: impl Fn(f64, usize) -> f64 + Send + Sync + 'static,
+        device: impl FnOnce(&DeviceTime) -> Tensor<1>,
+    ) -> Scalar {
+        match &self.steps {
+            Steps::Host(steps) => self.slot(name, self.dtype, Some(*steps), move |lr, steps| {
+                host(lr, steps as usize)
+            }),
+            Steps::Device(steps) => {
+                let rate = match self.slot("lr.f32", DType::F32, None, |lr, _| lr) {
+                    Scalar::Device(rate) => rate,
+                    Scalar::Host(rate) => Tensor::full([1], rate as f32, &steps.device()),
+                };
+                Scalar::Device(device(&DeviceTime {
+                    steps: steps.clone(),
+                    rate,
+                }))
+            }
+        }
+    }
+
+    fn slot(
+        &self,
+        name: &'static str,
+        dtype: DType,
+        steps: Option<u64>,
+        value: impl Fn(f64, u64) -> f64 + Send + Sync + 'static,
+    ) -> Scalar {
+        let plain = value(self.lr, steps.unwrap_or(0));
+        let slot = context::scalar(Request {
+            optimizer: self.optimizer.0,
+            name,
+            dtype,
+            rate: self.lr,
+            clock: steps.map(|steps| (self.clock, steps)),
+            value: Arc::new(value),
+        });
+        slot.map_or(Scalar::Host(plain), Scalar::Device)
+    }
+
+    /// The new value of a tensor of the state: `first` of it where there is none yet, else `next` of the old one.
+    ///
+    /// With the step count on the device both are computed, and the device picks.
+    pub fn evolve(
+        &mut self,
+        leaf: &'static str,
+        first: impl FnOnce() -> Tensor<D>,
+        next: impl FnOnce(Tensor<D>) -> Tensor<D>,
+    ) -> Tensor<D> {
+        let old = self.old.as_ref().and_then(|data| {
+            let found = data.leaves.iter().find(|(name, _)| *name == leaf);
+            found.map(|(_, tensor)| tensor.clone().into_float::<D>())
+        });
+        let (new, kept) = match (&self.first, old) {
+            (None, None) => {
+                let new = first();
+                (new.clone(), new)
+            }
+            (None, Some(old)) => {
+                // Gone from the old state: what is left is the only handle, and the update may be in place.
+                if let Some(data) = &mut self.old {
+                    data.leaves.retain(|(name, _)| *name != leaf);
+                }
+                let new = next(old);
+                (new.clone(), new)
+            }
+            (Some(is_first), old) => {
+                let first = first();
+                let old = old.unwrap_or_else(|| first.zeros_like());
+                let next = next(old.clone());
+                let is_first = spread(is_first, &first);
+                let new = next.mask_where(is_first, first);
+                let kept = match &self.skip {
+                    Some((skip, _)) => {
+                        let skip = spread(skip, &new);
+                        new.clone().mask_where(skip, old)
+                    }
+                    None => new.clone(),
+                };
+                (new, kept)
+            }
+        };
+        self.leaves.push((leaf, AnyTensor::from_float(kept)));
+        new
+    }
+
+    /// The parameter and the state after the step; `updated` is the parameter were it not skipped.
+    pub fn finish(self, updated: Tensor<D>) -> (Tensor<D>, Option<OptimizerState<D, L>>) {
+        let (param, steps) = match (self.skip, self.steps) {
+            (Some((skip, before)), Steps::Device(steps)) => {
+                let spread = spread(&skip, &updated);
+                let taken = steps.clone().sub_scalar(1.0);
+                (
+                    updated.mask_where(spread, before),
+                    Steps::Device(steps.mask_where(skip, taken)),
+                )
+            }
+            (_, steps) => (updated, steps),
+        };
+        let data = StateData {
+            clock: self.clock,
+            steps,
+            leaves: self.leaves,
+        };
+        (param, Some(OptimizerState::new(data)))
+    }
+}
