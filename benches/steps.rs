@@ -24,7 +24,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Distribution, Int, Tensor};
-use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepPath, Training, support};
+use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepPath, StepRate, Training, support};
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
 use burn_cuda_graph_suite::models::{Mlp, MlpConfig, ResNet18, ResNet18Config};
 use clap::Parser;
@@ -146,7 +146,9 @@ impl Case for ResNet18 {
 
 type Batch = (Tensor<4>, Tensor<1, Int>);
 
-fn step_fn<M: Case>(loss: CrossEntropyLoss) -> impl Fn(&mut Training<M>, Batch, f64) -> Tensor<1> {
+fn step_fn<M: Case>(
+    loss: CrossEntropyLoss,
+) -> impl Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> {
     move |t, (x, y), lr| {
         let loss = loss.forward(t.model().classify(x), y);
         t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
@@ -242,25 +244,31 @@ fn measure<M: Case>(
     // The first steps of a shape try several kernels; figures and comparisons come after.
     let started = Instant::now();
     let mut tuned = fresh();
-    plain(&mut tuned, batches[0].clone(), LR);
+    plain(&mut tuned, batches[0].clone(), LR.into());
     inner.sync()?;
     let first_step_s = started.elapsed().as_secs_f64();
     for batch in batches.iter().take(4) {
-        plain(&mut tuned, batch.clone(), LR);
+        plain(&mut tuned, batch.clone(), LR.into());
         inner.sync()?;
     }
     drop(tuned);
     let equality_steps = if args.quick { 8 } else { 50 };
     let (mut once, mut again) = (fresh(), fresh());
     for index in 0..equality_steps {
-        plain(&mut once, batches[index % batches.len()].clone(), LR);
+        plain(&mut once, batches[index % batches.len()].clone(), LR.into());
         inner.sync()?;
-        plain(&mut again, batches[index % batches.len()].clone(), LR);
+        plain(
+            &mut again,
+            batches[index % batches.len()].clone(),
+            LR.into(),
+        );
         inner.sync()?;
     }
     let (eager_repeats_itself, eager_largest_difference) =
         compare(&values(once.model()), &values(again.model()));
-    let atomic_kernels = atomic_kernels(&inner, || drop(plain(&mut once, batches[0].clone(), LR)));
+    let atomic_kernels = atomic_kernels(&inner, || {
+        drop(plain(&mut once, batches[0].clone(), LR.into()))
+    });
     drop((once, again));
 
     let fresh_copy = fresh();
@@ -275,7 +283,7 @@ fn measure<M: Case>(
     let mut losses = Vec::new();
     for index in 0..equality_steps {
         let batch = &batches[index % batches.len()];
-        let theirs = plain(&mut eager, batch.clone(), LR);
+        let theirs = plain(&mut eager, batch.clone(), LR.into());
         inner.sync()?;
         let ours = graphed.run(batch.clone(), LR)?;
         let expected = match index {
@@ -312,7 +320,7 @@ fn measure<M: Case>(
         let batch = |call: usize| batches[(round + call) % batches.len()].clone();
         for call in 0..args.calls {
             let started = Instant::now();
-            let out = plain(&mut eager, batch(call), LR);
+            let out = plain(&mut eager, batch(call), LR.into());
             inner.sync()?;
             e.push(ms(started));
             drop(out);
@@ -335,7 +343,7 @@ fn measure<M: Case>(
         let per_call = |started: Instant| ms(started) / args.calls as f64;
         let started = Instant::now();
         for call in 0..args.calls {
-            plain(&mut eager, batch(call), LR);
+            plain(&mut eager, batch(call), LR.into());
         }
         inner.sync()?;
         ea.push(per_call(started));

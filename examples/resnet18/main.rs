@@ -28,7 +28,7 @@ use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor};
-use burn_cuda_graph::{GraphConfig, GraphedStep, StepError, StepPath, Support, Training};
+use burn_cuda_graph::{GraphConfig, GraphedStep, StepError, StepPath, StepRate, Support, Training};
 use burn_cuda_graph_suite::data::{self, Batch, Dataset};
 use burn_cuda_graph_suite::device::{self, Hardware};
 use burn_cuda_graph_suite::models::{ResNet18, ResNet18Config};
@@ -152,13 +152,13 @@ fn loss_and_grads(model: &ResNet18, (images, labels): Batch) -> (Tensor<1>, Grad
 }
 
 /// The whole step: what is recorded, and replayed.
-fn train_step(training: &mut Training<ResNet18>, batch: Batch, lr: f64) -> Tensor<1> {
+fn train_step(training: &mut Training<ResNet18>, batch: Batch, lr: StepRate) -> Tensor<1> {
     let (loss, grads) = loss_and_grads(training.model(), batch);
     training.optimize(lr, grads);
     loss
 }
 
-type StepFn = fn(&mut Training<ResNet18>, Batch, f64) -> Tensor<1>;
+type StepFn = fn(&mut Training<ResNet18>, Batch, StepRate) -> Tensor<1>;
 
 /// Training through burn-cuda-graph.
 struct Graphed {

@@ -261,3 +261,25 @@ fn a_train_step_model_replays() {
 fn a_step_that_differs_when_recorded_is_refused() {
     bodies::a_step_that_differs_when_recorded_is_refused(&device())
 }
+
+#[test]
+#[serial]
+fn case_03_adam_replays() {
+    bodies::an_optimizer_replays::<Mlp>(
+        &device(),
+        12,
+        || burn_cuda_graph::optim::AdamConfig::new().init(),
+        || burn::optim::AdamConfig::new().init(),
+    )
+}
+
+#[test]
+#[serial]
+fn case_04_sgd_follows_a_moving_rate() {
+    bodies::an_optimizer_replays::<Mlp>(
+        &device(),
+        12,
+        || burn_cuda_graph::optim::SgdConfig::new().init(),
+        || burn::optim::SgdConfig::new().init(),
+    )
+}

@@ -15,7 +15,7 @@ use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::relu};
-use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepOutput, StepPath, Training};
+use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepOutput, StepPath, StepRate, Training};
 use burn_train::{TrainOutput, TrainStep};
 
 pub const LR: f64 = 0.05;
@@ -181,14 +181,14 @@ impl<M: Net> Eager<M> {
 }
 
 /// A step's closure.
-pub trait StepFn<M>: Fn(&mut Training<M>, Batch, f64) -> Tensor<1> {}
-impl<M, F: Fn(&mut Training<M>, Batch, f64) -> Tensor<1>> StepFn<M> for F {}
+pub trait StepFn<M>: Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> {}
+impl<M, F: Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1>> StepFn<M> for F {}
 
 /// The step's closure, with a hook that runs in it.
 pub fn closure<M: Net>(
     device: &Device,
     hook: impl Fn(&Tensor<1>),
-) -> impl Fn(&mut Training<M>, Batch, f64) -> Tensor<1> {
+) -> impl Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> {
     let loss = CrossEntropyLossConfig::new().init(device);
     move |t, (x, y), lr| {
         let loss = loss.forward(t.model().run(x), y);

@@ -67,6 +67,11 @@ impl<E: CacheEntry> Cache<E> {
         self.slots.get_mut(key).map(|slot| &mut slot.entry)
     }
 
+    /// Take the entry of `key` out.
+    pub fn remove(&mut self, key: &ShapeKey) -> Option<E> {
+        self.slots.remove(key).map(|slot| slot.entry)
+    }
+
     pub fn sealed_count(&self) -> usize {
         self.iter()
             .filter(|(_, entry)| entry.sealed_bytes().is_some())
@@ -136,7 +141,8 @@ mod tests {
         ShapeKey {
             tensors: vec![],
             host: vec![],
-            learning_rate_bits: rate,
+            rate_classes: Vec::new(),
+            learning_rate_bits: Some(vec![rate]),
         }
     }
 

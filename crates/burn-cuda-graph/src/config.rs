@@ -14,7 +14,7 @@ pub enum Policy {
 }
 
 /// Settings of a [`GraphedStep`](crate::GraphedStep).
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GraphConfig {
     /// Consecutive steps of one key that must run the same operations before it is recorded. Default 3, at
@@ -33,6 +33,14 @@ pub struct GraphConfig {
     /// Wait for the device inside [`GraphedStep::run`](crate::GraphedStep::run), so that the report's times
     /// are those of the device and not of enqueueing. Slower; for measuring. Default off.
     pub synced_timing: bool,
+    /// Every so many replays of the step, run the step eagerly as well, from a snapshot, and compare state and output. A
+    /// difference is [`StepError::Verification`](crate::StepError::Verification). Default: never. A verified step costs
+    /// an eager step, a copy of the state, and reading both states back.
+    pub verify: Option<u32>,
+    /// How far a verified value may be off, relative to the larger of 1 and its own magnitude. Default 0: the same bits,
+    /// which is what a replay leaves on kernels that repeat their own results. Some add with atomics, in an order that
+    /// changes from run to run (convolutions at batch 1, say): give their steps a tolerance.
+    pub verify_tolerance: f32,
 }
 
 impl Default for GraphConfig {
@@ -44,6 +52,8 @@ impl Default for GraphConfig {
             policy: Policy::default(),
             room_retries: 3,
             synced_timing: false,
+            verify: None,
+            verify_tolerance: 0.0,
         }
     }
 }
@@ -87,6 +97,18 @@ impl GraphConfig {
     /// Set [`synced_timing`](Self::synced_timing).
     pub fn with_synced_timing(mut self, synced: bool) -> Self {
         self.synced_timing = synced;
+        self
+    }
+
+    /// Set [`verify`](Self::verify) to every `replays`-th replay, raised to 1 where it is 0.
+    pub fn verify(mut self, replays: u32) -> Self {
+        self.verify = Some(replays.max(1));
+        self
+    }
+
+    /// Set [`verify_tolerance`](Self::verify_tolerance).
+    pub fn with_verify_tolerance(mut self, tolerance: f32) -> Self {
+        self.verify_tolerance = tolerance;
         self
     }
 }

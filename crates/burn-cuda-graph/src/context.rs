@@ -146,19 +146,37 @@ impl Rates {
 /// [`optim`](crate::optim), a new rate needs no new recording. [`value`](Self::value) gives the number; a step that asks
 /// for it has the rate baked in, and each rate its own graph.
 ///
-/// Valid during the step it was made for.
+/// Valid during the step it was made for. One made from an `f64` is that number, for calling a step's closure outside of
+/// a step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepRate {
+    /// A number of its own; `None` for the rate of the step.
+    number: Option<f64>,
     scale: f64,
+}
+
+impl From<f64> for StepRate {
+    fn from(number: f64) -> Self {
+        Self {
+            number: Some(number),
+            scale: 1.0,
+        }
+    }
 }
 
 impl StepRate {
     pub(crate) fn new() -> Self {
-        Self { scale: 1.0 }
+        Self {
+            number: None,
+            scale: 1.0,
+        }
     }
 
     /// The number: the base rate where there are several. The step's rate is then part of its shape key.
     pub fn value(self) -> f64 {
+        if let Some(number) = self.number {
+            return number * self.scale;
+        }
         with_context(|context| {
             context.rate_read = true;
             context.rates.base() * self.scale
@@ -168,6 +186,9 @@ impl StepRate {
 
     /// The rates as Burn's optimizers take them.
     pub fn module(self) -> ModuleLearningRate {
+        if let Some(number) = self.number {
+            return (number * self.scale).into();
+        }
         with_context(|context| context.module_rate(self.scale)).unwrap_or_else(|| f64::NAN.into())
     }
 }
@@ -177,6 +198,7 @@ impl core::ops::Mul<f64> for StepRate {
     fn mul(self, scale: f64) -> StepRate {
         StepRate {
             scale: self.scale * scale,
+            ..self
         }
     }
 }
@@ -193,7 +215,15 @@ impl core::ops::Div<f64> for StepRate {
     fn div(self, by: f64) -> StepRate {
         StepRate {
             scale: self.scale / by,
+            ..self
         }
+    }
+}
+
+/// The number, as [`StepRate::value`] gives it.
+impl From<StepRate> for LearningRates {
+    fn from(rate: StepRate) -> Self {
+        rate.value().into()
     }
 }
 
@@ -389,11 +419,6 @@ fn with_context<R>(f: impl FnOnce(&mut Context) -> R) -> Option<R> {
     CONTEXT.with_borrow_mut(|context| context.as_mut().map(f))
 }
 
-/// Whether the calling thread is in a step whose scalars are slots.
-pub(crate) fn scalars_are_slots() -> bool {
-    with_context(|context| context.mode != Mode::Plain).unwrap_or(false)
-}
-
 /// The slot of a scalar; `None` outside a graphed step, and where there is no room.
 pub(crate) fn scalar(request: Request) -> Option<Tensor<1>> {
     with_context(|context| context.scalar(request)).flatten()
@@ -519,6 +544,6 @@ mod tests {
             })
         });
         assert!(panicked.is_err());
-        assert!(!scalars_are_slots());
+        assert!(with_context(|_| ()).is_none());
     }
 }

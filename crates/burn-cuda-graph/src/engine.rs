@@ -5,7 +5,7 @@
 
 use crate::cache::{Cache, CacheEntry};
 use crate::config::{GraphConfig, Policy};
-use crate::error::{FallbackReason, StepError};
+use crate::error::{FallbackReason, Mismatch, StepError};
 use crate::lifecycle::{Decision, Lifecycle, Refusal, Verdict};
 use crate::report::{Counters, EntryReport, Report, Samples};
 use crate::shape_key::ShapeKey;
@@ -36,6 +36,8 @@ pub(crate) enum Attempt<G, O> {
     Busy,
     /// No window was opened: what the rehearsal left warm is gone, so the step is to be rehearsed again.
     Stale,
+    /// The step uses its learning rate as a number, so what was recorded would hold for one rate only.
+    RateBaked,
 }
 
 /// Why a sealed graph was not replayed.
@@ -45,6 +47,8 @@ pub(crate) enum NoReplay {
     Misfit(String),
     /// The device refused.
     Failed(String),
+    /// It ran, and left something else than the eager step, which is what the state is now.
+    Wrong(Box<Mismatch>),
 }
 
 /// Runs steps for the engine.
@@ -71,7 +75,10 @@ pub(crate) trait StepHost {
         rehearsed: Option<&Self::Fingerprint>,
     ) -> Result<Attempt<Self::Graph, Self::Output>, StepError>;
     /// Replay a sealed graph.
-    fn replay(&mut self, graph: &Self::Graph) -> Result<Self::Output, NoReplay>;
+    /// With `verify`, compare it with the eager step.
+    fn replay(&mut self, graph: &Self::Graph, verify: bool) -> Result<Self::Output, NoReplay>;
+    /// From now on the learning rate is part of the key: this step's key with it.
+    fn bake_rate(&mut self) -> ShapeKey;
     /// Every graph is gone: let go of what they shared.
     fn reset(&mut self);
     /// Bytes a sealed graph holds.
@@ -91,6 +98,19 @@ struct Entry<F, G> {
     bytes: u64,
     eager: u64,
     replays: u64,
+}
+
+impl<F, G> Entry<F, G> {
+    fn new(warmup: u32, room_retries: u32) -> Self {
+        Self {
+            lifecycle: Lifecycle::new(warmup, room_retries),
+            fingerprint: None,
+            graph: None,
+            bytes: 0,
+            eager: 0,
+            replays: 0,
+        }
+    }
 }
 
 impl<F, G> CacheEntry for Entry<F, G> {
@@ -181,14 +201,7 @@ impl<F, G> Engine<F, G> {
             self.unsettled += 1;
         }
         let (warmup, retries) = (self.config.warmup, self.config.room_retries);
-        let entry = self.cache.entry(&key, || Entry {
-            lifecycle: Lifecycle::new(warmup, retries),
-            fingerprint: None,
-            graph: None,
-            bytes: 0,
-            eager: 0,
-            replays: 0,
-        });
+        let entry = self.cache.entry(&key, || Entry::new(warmup, retries));
         let decision = entry.lifecycle.decide();
         self.last_key = Some(key.clone());
 
@@ -259,6 +272,10 @@ impl<F, G> Engine<F, G> {
                     self.launches_eager = Some(launches);
                 }
                 let verdict = H::compare(entry.fingerprint.as_ref(), &now);
+                if let Verdict::RateBaked { before, after } = verdict {
+                    let path = self.rate_baked(key, now, (before, after), host);
+                    return Ok((output, path));
+                }
                 entry.fingerprint = Some(now);
                 let reason = entry.lifecycle.watched(verdict);
                 if entry.lifecycle.refusal().is_some() {
@@ -274,6 +291,50 @@ impl<F, G> Engine<F, G> {
         }
         self.counters.fall_back(&reason);
         Ok((output, StepPath::Eager(reason)))
+    }
+
+    /// A watched step showed that its launches hold the learning rate: begin again under a key that has it.
+    fn rate_baked<H>(
+        &mut self,
+        key: ShapeKey,
+        now: F,
+        (before, after): (f64, f64),
+        host: &mut H,
+    ) -> StepPath
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let key = self.move_entry(&key, host);
+        let mut reason = FallbackReason::CaptureBusy;
+        if let Some(entry) = self.cache.get_mut(&key) {
+            entry.lifecycle.restart();
+            reason = entry.lifecycle.watched(Verdict::First);
+            entry.fingerprint = Some(now);
+        }
+        if before != after {
+            reason = FallbackReason::LearningRateMoved { before, after };
+        }
+        self.counters.fall_back(&reason);
+        StepPath::Eager(reason)
+    }
+
+    /// Move the entry of `key` to the key that has the learning rate in it.
+    fn move_entry<H>(&mut self, key: &ShapeKey, host: &mut H) -> ShapeKey
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        log::info!(
+            "[{key}] uses its learning rate as a number: each rate needs a graph of its own"
+        );
+        let baked = host.bake_rate();
+        let (warmup, retries) = (self.config.warmup, self.config.room_retries);
+        let entry = self
+            .cache
+            .remove(key)
+            .unwrap_or_else(|| Entry::new(warmup, retries));
+        self.cache.entry(&baked, || entry);
+        self.last_key = Some(baked.clone());
+        baked
     }
 
     fn record<H>(
@@ -324,6 +385,10 @@ impl<F, G> Engine<F, G> {
                 reason
             }
             Attempt::Busy => FallbackReason::CaptureBusy,
+            Attempt::RateBaked => {
+                let key = self.move_entry(&key, host);
+                return self.record(key, attempt, host);
+            }
             Attempt::Stale => {
                 if let Some(entry) = self.cache.get_mut(&key) {
                     entry.lifecycle.rehearse_again();
@@ -350,7 +415,13 @@ impl<F, G> Engine<F, G> {
             entry.lifecycle.evicted();
             return self.stay(Some(&key), FallbackReason::CaptureBusy, host);
         };
-        match host.replay(graph) {
+        let verify = self.config.verify.is_some_and(|every| {
+            self.counters
+                .replayed
+                .wrapping_add(1)
+                .is_multiple_of(u64::from(every))
+        });
+        match host.replay(graph, verify) {
             Ok(output) => {
                 entry.replays += 1;
                 self.counters.replayed += 1;
@@ -364,6 +435,16 @@ impl<F, G> Engine<F, G> {
                 self.invalidate();
                 host.reset();
                 self.stay(None, reason, host)
+            }
+            Err(NoReplay::Wrong(mismatch)) => {
+                log::error!("[{key}] stays eager: {mismatch}");
+                entry.graph = None;
+                let reason = FallbackReason::NotVerified(mismatch.clone());
+                entry.lifecycle.refuse(reason.clone());
+                entry.bytes = 0;
+                self.counters.refuse(&reason);
+                host.released();
+                Err(StepError::Verification(mismatch))
             }
             Err(NoReplay::Failed(detail)) => {
                 log::error!("[{key}] replay failed: {detail}");
@@ -425,12 +506,9 @@ impl<F, G> Engine<F, G> {
     /// The rate of the last step that was not a replay, when this one differs in that alone.
     fn rate_moved(&self, key: &ShapeKey) -> Option<FallbackReason> {
         let last = self.last_key.as_ref()?;
-        (key.differs_in_rate_only(last) && !self.cache.contains(key)).then(|| {
-            FallbackReason::LearningRateMoved {
-                before: last.learning_rate(),
-                after: key.learning_rate(),
-            }
-        })
+        let (before, after) = (last.learning_rate()?, key.learning_rate()?);
+        (key.differs_in_rate_only(last) && !self.cache.contains(key))
+            .then_some(FallbackReason::LearningRateMoved { before, after })
     }
 
     pub fn report(&self) -> Report {

@@ -52,10 +52,19 @@ pub enum FallbackReason {
         /// The scalar now.
         after: String,
     },
+    /// A stock optimizer keeps its tensors and its scalars to itself, so a replay could not move them.
+    #[error("{detail}; the optimizer is one of Burn's own: import {replacement} instead")]
+    StockOptimizer {
+        /// What to import.
+        replacement: String,
+        /// What of it a replay would freeze.
+        detail: String,
+    },
     /// The learning rate differs from that of the other steps with the same shapes.
     #[error(
-        "the learning rate moved from {before} to {after}: launches hold it as a constant, so each rate needs a graph of \
-         its own; keep it constant for a while (at least the warm-up) to have its steps recorded"
+        "the learning rate moved from {before} to {after}, and the step's launches hold it as a constant, so each rate needs \
+         a graph of its own: use an optimizer of burn_cuda_graph::optim and hand it the step's rate as it comes (without \
+         asking for its value), or keep the rate constant for a while (at least the warm-up)"
     )]
     LearningRateMoved {
         /// The rate of the step before with these shapes.
@@ -126,6 +135,9 @@ pub enum FallbackReason {
         /// The device's own words.
         detail: String,
     },
+    /// A replay was found to leave something else than the eager step.
+    #[error("a verified replay was wrong: {0}")]
+    NotVerified(Box<Mismatch>),
     /// Too many different keys came by for any of them to settle.
     #[error(
         "{keys} different shape keys came by without one staying for the warm-up: pad the batches to a few fixed \
@@ -170,6 +182,7 @@ impl FallbackReason {
             FallbackReason::Unsupported { .. } => "unsupported",
             FallbackReason::RandomOperation { .. } => "random-operation",
             FallbackReason::MovingScalar { .. } => "moving-scalar",
+            FallbackReason::StockOptimizer { .. } => "stock-optimizer",
             FallbackReason::LearningRateMoved { .. } => "learning-rate-moved",
             FallbackReason::HostData { .. } => "host-data",
             FallbackReason::HostRead { .. } => "host-read",
@@ -177,6 +190,7 @@ impl FallbackReason {
             FallbackReason::UnstableOperations { .. } => "unstable-operations",
             FallbackReason::Refused { .. } => "refused",
             FallbackReason::NoRoom { .. } => "no-room",
+            FallbackReason::NotVerified(_) => "not-verified",
             FallbackReason::NeverSettles { .. } => "never-settles",
             FallbackReason::Quantized { .. } => "quantized",
             FallbackReason::EmptyTensor { .. } => "empty-tensor",
@@ -195,10 +209,42 @@ impl FallbackReason {
     }
 }
 
+/// The first difference between a replay and the eager step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, thiserror::Error)]
+#[error(
+    "a replay left {differing} of {elements} values of {name} other than the eager step did (largest difference \
+     {largest:e}), after operations {first_index} ({first_operation}) to {last_index} ({last_operation}) of the step"
+)]
+#[non_exhaustive]
+pub struct Mismatch {
+    /// The parameter, or what else of state or output it is.
+    pub name: String,
+    /// Its place in the state, or after it in the output.
+    pub index: usize,
+    /// Values that differ.
+    pub differing: usize,
+    /// Values compared.
+    pub elements: usize,
+    /// The largest absolute difference; NaN when only one of the two is a number.
+    pub largest: f64,
+    /// Place in the step of the first operation that this tensor depends on and that no equal one does.
+    pub first_index: usize,
+    /// That operation.
+    pub first_operation: String,
+    /// Place of the operation that makes the tensor.
+    pub last_index: usize,
+    /// That operation.
+    pub last_operation: String,
+}
+
 /// A call that did not run its step.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StepError {
+    /// A verified replay left something else than the eager step. The state is what the eager step left, so training can
+    /// go on; the graph is dropped, and the key stays eager with [`FallbackReason::NotVerified`].
+    #[error("{0}; the state is what the eager step left, and the graph is dropped")]
+    Verification(Box<Mismatch>),
     /// A tensor of the batch is on another device than the state.
     #[error(
         "tensor {index} of the batch is on {found}, the state is on {expected}: move the batch with `to_device`; the \

@@ -21,6 +21,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// The operation that makes a view of a slot.
+const SLOT_OPERATION: &str = "graph_slot";
+
 /// Collects what the fusion server registers and what the device is given, while it is installed.
 #[derive(Debug, Default)]
 pub(crate) struct Recorder {
@@ -39,8 +42,14 @@ impl Recorder {
 
 impl FusionObserver for Recorder {
     fn registered(&self, operation: &OperationIr) {
-        // Drops say when the host lets go of a tensor, which may differ between two equal steps.
-        if !matches!(operation, OperationIr::Drop(_)) {
+        // Drops say when the host lets go of a tensor, which may differ between two equal steps. A slot is made in the
+        // first step that needs it, and is there for the next.
+        let passing = match operation {
+            OperationIr::Drop(_) => true,
+            OperationIr::Custom(custom) => custom.id.contains(SLOT_OPERATION),
+            _ => false,
+        };
+        if !passing {
             let mut operations = self.operations.lock().unwrap_or_else(|p| p.into_inner());
             operations.push(operation.clone());
         }
@@ -76,6 +85,12 @@ pub(crate) struct Fingerprint {
     pub launches: Option<u64>,
     /// Host values of the state and the output after it: a replay would repeat the recorded ones.
     pub host: Vec<HostField>,
+    /// The learning rates of the step, by class.
+    pub rates: Vec<f64>,
+    /// The step asked for its rate as a number.
+    pub rate_read: bool,
+    /// What to import in place of a stock optimizer that keeps tensors.
+    pub replacement: Option<String>,
     never: Option<FallbackReason>,
 }
 
@@ -116,6 +131,9 @@ impl Fingerprint {
             results,
             launches,
             host: Vec::new(),
+            rates: Vec::new(),
+            rate_read: false,
+            replacement: None,
             never,
         }
     }
@@ -125,11 +143,22 @@ impl Fingerprint {
         if let Some(reason) = &now.never {
             return Verdict::Never(reason.clone());
         }
+        let base = |fingerprint: &Fingerprint| fingerprint.rates.first().copied().unwrap_or(0.0);
+        if now.rate_read {
+            let after = base(now);
+            let before = before.map_or(after, base);
+            return Verdict::RateBaked { before, after };
+        }
         let Some(before) = before else {
             return Verdict::First;
         };
         if let Some(reason) = now.first_difference(before) {
-            return Verdict::Differs(reason);
+            let scalar = matches!(reason, FallbackReason::MovingScalar { .. });
+            if scalar && now.rates != before.rates {
+                let (before, after) = (base(before), base(now));
+                return Verdict::RateBaked { before, after };
+            }
+            return Verdict::Differs(now.blamed(reason));
         }
         for (now_constant, before_constant) in now.constants.iter().zip(&before.constants) {
             if now_constant.0 != before_constant.0 {
@@ -139,13 +168,69 @@ impl Fingerprint {
                     .map(|input| input.shape.iter().copied().collect())
                     .next()
                     .unwrap_or_default();
-                return Verdict::Differs(FallbackReason::HiddenState {
+                return Verdict::Differs(now.blamed(FallbackReason::HiddenState {
                     operation: name(operation),
                     shape,
-                });
+                }));
             }
         }
         Verdict::Same
+    }
+
+    /// `reason`, with the name of what to import where a stock optimizer is behind it.
+    fn blamed(&self, reason: FallbackReason) -> FallbackReason {
+        let hidden = matches!(
+            reason,
+            FallbackReason::MovingScalar { .. } | FallbackReason::HiddenState { .. }
+        );
+        match &self.replacement {
+            Some(replacement) if hidden => FallbackReason::StockOptimizer {
+                replacement: replacement.clone(),
+                detail: reason.to_string(),
+            },
+            _ => reason,
+        }
+    }
+
+    /// The operations behind the result at place `bad` of state and output that are behind none of those at `good`: the
+    /// first and the last, with their places.
+    pub fn range(&self, bad: usize, good: &[usize]) -> [(usize, String); 2] {
+        let behind = |place: usize| -> HashSet<usize> {
+            let makers: HashMap<u64, usize> = (self.operations.iter().enumerate())
+                .flat_map(|(index, operation)| {
+                    let outputs = operation.outputs();
+                    outputs
+                        .map(move |tensor| (tensor.id.value(), index))
+                        .collect::<Vec<_>>()
+                })
+                .collect();
+            let (mut found, mut open) = (HashSet::new(), Vec::new());
+            open.extend(self.results.get(place).copied());
+            while let Some(id) = open.pop() {
+                if let Some(&index) = makers.get(&id)
+                    && found.insert(index)
+                {
+                    open.extend(self.operations[index].inputs().map(|t| t.id.value()));
+                }
+            }
+            found
+        };
+        let all = behind(bad);
+        let mut own = all.clone();
+        for place in good {
+            for index in behind(*place) {
+                own.remove(&index);
+            }
+        }
+        let suspects = if own.is_empty() { all } else { own };
+        let name_of = |index: Option<&usize>| match index {
+            Some(index) => (*index, name(&self.operations[*index])),
+            None => (0, "none: the step left it as it was".to_string()),
+        };
+        [
+            name_of(suspects.iter().min()),
+            name_of(suspects.iter().max()),
+        ]
     }
 
     fn first_difference(&self, before: &Fingerprint) -> Option<FallbackReason> {

@@ -5,23 +5,28 @@
 //! second graph over it takes its snapshot by copying. Between eager steps the state lives in ordinary tensors and
 //! the graph-owned ones are stale (`attached` is false); the next replay copies them in first.
 
+use crate::context::{self, Context, Mode, Rates, Slot, SlotRate, SlotSource, SlotValue, StepRate};
 use crate::driver::{DeviceDriver, Prepared, SealedGraph, exclusive, lock_patiently};
 use crate::engine::{Attempt, NoReplay, StepHost, Watch};
-use crate::error::{FallbackReason, StepError};
+use crate::error::{FallbackReason, Mismatch, StepError};
 use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
+use crate::scalars::{self, DeviceScalars, SharedScalars};
+use crate::shape_key::{HostField, ShapeKey};
 use crate::state::{self, StepState};
 use crate::step::run_eager;
 use crate::support::Support;
-use crate::tensor::{AnyTensor, TensorSpec};
+use crate::tensor::AnyTensor;
 use crate::tree::{self, TensorTree};
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 use burn_fusion::observer::FusionObservation;
 use burn_fusion::stream::StreamId;
 use burn_ir::OperationIr;
 use cubecl_runtime::logging::LaunchObservation;
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 pub(crate) use crate::fingerprint::Fingerprint;
@@ -36,14 +41,33 @@ pub(crate) struct HostCore {
     support: Support,
     /// The state's tensors are the pool's: a replay writes them.
     attached: bool,
+    /// The step's scalars on the device.
+    scalars: Option<Arc<Mutex<DeviceScalars>>>,
+    /// What the state's counters show; replays since are in `ticks`.
+    clocks: HashMap<u64, u64>,
+    /// What a replay of each graph adds to the state's counters.
+    ticks: Vec<Arc<Ticks>>,
+}
+
+/// What a replay of one graph adds to the state's counters, and how many are not in them yet.
+#[derive(Debug)]
+struct Ticks {
+    by: HashMap<u64, u64>,
+    pending: AtomicU64,
 }
 
 impl HostCore {
     pub fn new(device: &Device, support: &Support) -> Self {
         let usable = !matches!(support, Support::None { .. });
         crate::driver::tolerate_captures();
+        let pool = usable.then(|| Pool::new(device)).flatten();
         Self {
-            pool: usable.then(|| Pool::new(device)).flatten(),
+            scalars: pool
+                .as_ref()
+                .and_then(|pool| DeviceScalars::new(device, &pool.client)),
+            clocks: HashMap::new(),
+            ticks: Vec::new(),
+            pool,
             driver: DeviceDriver::new(device.clone()),
             device: device.clone(),
             stream: StreamId::current(),
@@ -60,6 +84,60 @@ impl HostCore {
     /// Run `f` on that stream.
     pub fn pinned<R>(&self, f: impl FnOnce() -> R) -> R {
         self.stream().run(f)
+    }
+
+    /// How much replays moved the counter `clock` beyond what the state shows.
+    pub fn pending(&self, clock: u64) -> u64 {
+        let of = |ticks: &Arc<Ticks>| {
+            ticks.by.get(&clock).copied().unwrap_or(0) * ticks.pending.load(Ordering::Relaxed)
+        };
+        self.ticks.iter().map(of).sum()
+    }
+
+    /// Have the state's counters show what replays added to them.
+    fn settle_clocks<S: StepState>(&mut self, state: &mut S) {
+        let moved = |ticks: &Arc<Ticks>| ticks.pending.load(Ordering::Relaxed) > 0;
+        if self.ticks.iter().any(moved) {
+            state.advance_clocks(&|clock| self.pending(clock));
+            for ticks in &self.ticks {
+                ticks.pending.store(0, Ordering::Relaxed);
+            }
+        }
+        // One handle is this list's: the graphs of the others are gone.
+        self.ticks.retain(|ticks| Arc::strong_count(ticks) > 1);
+        self.clocks = clocks_of(state);
+    }
+
+    /// The scalars that the next replay of `graph` is to see.
+    fn scalar_values<O>(&self, graph: &Sealed<O>, rates: &Rates) -> Vec<(DType, f64)> {
+        let value = |slot: &ReplaySlot| {
+            let rate = match slot.rate {
+                SlotRate::Constant(rate) => rate,
+                SlotRate::Class { class, scale } => {
+                    let rate = rates.classes.get(class as usize).copied();
+                    rate.unwrap_or_else(|| rates.base()) * scale
+                }
+            };
+            let steps = slot.clock.map_or(0, |(clock, ahead)| {
+                let shown = self.clocks.get(&clock).copied().unwrap_or(0);
+                shown + self.pending(clock) + ahead
+            });
+            (slot.dtype, (slot.value)(rate, steps))
+        };
+        graph.slots.iter().map(value).collect()
+    }
+
+    /// Write the scalars that the next replay of `graph` is to see.
+    fn refresh_scalars<O>(&self, graph: &Sealed<O>, rates: &Rates, random: [u32; 4]) {
+        if let Some(scalars) = &self.scalars {
+            let values = self.scalar_values(graph, rates);
+            scalars::lock(scalars).write_all(random, &values);
+        }
+    }
+
+    fn slot_source(&self) -> Option<Box<dyn SlotSource>> {
+        let scalars = self.scalars.clone()?;
+        Some(Box::new(SharedScalars(scalars)))
     }
 
     /// Let the graph-owned state go; every graph must be gone.
@@ -135,6 +213,55 @@ pub(crate) struct Sealed<O> {
     output: O,
     held: Held,
     launches: Option<u64>,
+    /// Its scalars, in the order of their slots.
+    slots: Vec<ReplaySlot>,
+    ticks: Arc<Ticks>,
+}
+
+/// A scalar of a sealed graph, as a function of what moves.
+struct ReplaySlot {
+    dtype: DType,
+    rate: SlotRate,
+    /// The counter it reads, and how far ahead of its value before the step.
+    clock: Option<(u64, u64)>,
+    value: SlotValue,
+}
+
+impl core::fmt::Debug for ReplaySlot {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("ReplaySlot")
+            .field("rate", &self.rate)
+            .field("clock", &self.clock)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ReplaySlot {
+    /// `slot`, relative to the counters before the step; `None` for one that reads a counter made in the step.
+    fn new(slot: &Slot, before: &HashMap<u64, u64>) -> Option<Self> {
+        let clock = match slot.clock {
+            Some((clock, steps)) => {
+                let before = before.get(&clock)?;
+                Some((clock, steps.checked_sub(*before)?))
+            }
+            None => None,
+        };
+        Some(Self {
+            dtype: slot.dtype,
+            rate: slot.rate,
+            clock,
+            value: slot.value.clone(),
+        })
+    }
+}
+
+/// The state's counters.
+fn clocks_of<S: StepState>(state: &S) -> HashMap<u64, u64> {
+    let mut clocks = HashMap::new();
+    state.visit_clocks(&mut |clock, value| {
+        clocks.insert(clock, value);
+    });
+    clocks
 }
 
 impl<O> Sealed<O> {
@@ -155,7 +282,15 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub batch: &'a B,
     /// The batch's tensors.
     pub tensors: &'a [AnyTensor],
-    pub lr: f64,
+    pub rates: &'a Rates,
+    /// The key of the call without its rates' values.
+    pub key: &'a ShapeKey,
+    /// Keys whose steps use their rates as numbers.
+    pub baked: &'a mut HashSet<ShapeKey>,
+    /// What the random generator is at.
+    pub random: [u32; 4],
+    /// How far a verified value may be off.
+    pub verify_tolerance: f32,
     /// Wait for the device after each step, so that the call's time is the step's.
     pub synced: bool,
     pub output: core::marker::PhantomData<O>,
@@ -166,21 +301,29 @@ where
     S: StepState,
     B: TensorTree,
     O: TensorTree,
-    F: Fn(&mut S, B, f64) -> O,
+    F: Fn(&mut S, B, StepRate) -> O,
 {
     type Fingerprint = Fingerprint;
     type Graph = Sealed<O>;
     type Output = O;
 
+    fn bake_rate(&mut self) -> ShapeKey {
+        self.baked.insert(self.key.clone());
+        ShapeKey {
+            learning_rate_bits: Some(self.rates.bits()),
+            ..self.key.clone()
+        }
+    }
+
     fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
         self.detach();
         if watch == Watch::Off || self.core.pool.is_none() {
-            let output = self.run_eager();
+            let output = self.run_eager(Mode::Plain).0;
             self.wait_if_timed()?;
             return Ok((output, None));
         }
         let Some(_watching) = watching() else {
-            return Ok((self.run_eager(), None));
+            return Ok((self.run_eager(Mode::Plain).0, None));
         };
         match watch {
             Watch::Rehearse => self.rehearse(),
@@ -209,29 +352,11 @@ where
         self.record_exclusive(attempt, rehearsed)
     }
 
-    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
-        let attached = self.core.attached;
-        let Some(pool) = self.core.pool.as_mut() else {
-            return Err(NoReplay::Misfit("the graph's pool is gone".to_string()));
-        };
-        if !attached {
-            let Some(owned) = pool.state.clone() else {
-                return Err(NoReplay::Misfit("the graph's state is gone".to_string()));
-            };
-            owned
-                .write(&state::tensors_of(self.state))
-                .map_err(NoReplay::Misfit)?;
-            *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
-            self.core.attached = true;
+    fn replay(&mut self, graph: &Sealed<O>, verify: bool) -> Result<O, NoReplay> {
+        match verify {
+            true => self.replay_verified(graph),
+            false => self.replay_once(graph),
         }
-        let refreshed = graph.inputs.refresh(self.tensors);
-        graph.graph.replay(pool).map_err(NoReplay::Failed)?;
-        drop(refreshed);
-        let output = copy_out(&graph.output);
-        if self.synced {
-            self.core.sync().map_err(NoReplay::Failed)?;
-        }
-        Ok(output)
     }
 
     fn reset(&mut self) {
@@ -276,11 +401,116 @@ where
     S: StepState,
     B: TensorTree,
     O: TensorTree,
-    F: Fn(&mut S, B, f64) -> O,
+    F: Fn(&mut S, B, StepRate) -> O,
 {
+    fn replay_once(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
+        let attached = self.core.attached;
+        if !attached {
+            self.core.settle_clocks(self.state);
+        }
+        self.core.refresh_scalars(graph, self.rates, self.random);
+        let Some(pool) = self.core.pool.as_mut() else {
+            return Err(NoReplay::Misfit("the graph's pool is gone".to_string()));
+        };
+        if !attached {
+            let Some(owned) = pool.state.clone() else {
+                return Err(NoReplay::Misfit("the graph's state is gone".to_string()));
+            };
+            owned
+                .write(&state::tensors_of(self.state))
+                .map_err(NoReplay::Misfit)?;
+            *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
+            self.core.attached = true;
+        }
+        let refreshed = graph.inputs.refresh(self.tensors);
+        graph.graph.replay(pool).map_err(NoReplay::Failed)?;
+        drop(refreshed);
+        graph.ticks.pending.fetch_add(1, Ordering::Relaxed);
+        let output = copy_out(&graph.output);
+        if self.synced {
+            self.core.sync().map_err(NoReplay::Failed)?;
+        }
+        Ok(output)
+    }
+
+    /// A replay, and the eager step from the same state, compared.
+    fn replay_verified(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
+        let failed = |detail: String| NoReplay::Failed(format!("verifying a replay: {detail}"));
+        let Some(watching) = watching() else {
+            return self.replay_once(graph);
+        };
+        self.core.settle_clocks(self.state);
+        let live = self.state.clone();
+        let copies: Vec<AnyTensor> = state::tensors_of(self.state)
+            .iter()
+            .map(duplicate_like)
+            .collect();
+        let attached = core::mem::replace(&mut self.core.attached, false);
+        *self.state = state::with_tensors(self.state.independent(), &copies);
+        let eager = self.watch_eager();
+        let after_eager = core::mem::replace(self.state, live);
+        self.core.attached = attached;
+        drop(watching);
+        let (expected, fingerprint) = eager.map_err(|err| failed(err.to_string()))?;
+
+        let output = self.replay_once(graph)?;
+        let mut theirs = state::tensors_of(&after_eager);
+        let mut ours = state::tensors_of(self.state);
+        theirs.extend(tree::tensors_of(&expected));
+        ours.extend(tree::tensors_of(&output));
+        let mut names = Vec::new();
+        self.state.visit_names(&mut |name| names.push(name));
+        let (mut good, mut bad) = (Vec::new(), None);
+        for (index, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+            let difference =
+                Difference::between(ours, theirs, self.verify_tolerance).map_err(failed)?;
+            match difference {
+                None => good.push(index),
+                Some(difference) => {
+                    bad.get_or_insert((index, difference));
+                }
+            }
+        }
+        if ours.len() != theirs.len() {
+            return Err(failed(format!(
+                "the replay left {} tensors, the eager step {}",
+                ours.len(),
+                theirs.len()
+            )));
+        }
+        let Some((index, difference)) = bad else {
+            return Ok(output);
+        };
+        let [first, last] = fingerprint.range(index, &good);
+        let name = names.get(index).cloned().unwrap_or_else(|| {
+            let outputs = ours.len() - tree::tensors_of(&output).len();
+            match index.checked_sub(outputs) {
+                Some(output) => format!("output tensor {output}"),
+                None => format!("state tensor {index}"),
+            }
+        });
+        // The eager result stands; the replay's step is not in the counters.
+        graph.ticks.pending.fetch_sub(1, Ordering::Relaxed);
+        *self.state = after_eager;
+        self.core.attached = false;
+        self.core.settle_clocks(self.state);
+        Err(NoReplay::Wrong(Box::new(Mismatch {
+            name,
+            index,
+            differing: difference.differing,
+            elements: difference.elements,
+            largest: difference.largest,
+            first_index: first.0,
+            first_operation: first.1,
+            last_index: last.0,
+            last_operation: last.1,
+        })))
+    }
+
     /// Move the state out of the graph-owned buffers, before anything but a replay works on it: what an eager step
     /// leaves as it was, or returns, must not be what a later replay writes.
     fn detach(&mut self) {
+        self.core.settle_clocks(self.state);
         if self.core.attached {
             let copies: Vec<AnyTensor> = state::tensors_of(self.state)
                 .iter()
@@ -291,9 +521,14 @@ where
         }
     }
 
-    /// One step of plain Burn.
-    fn run_eager(&mut self) -> O {
-        run_eager(self.state, self.step, self.batch, self.lr)
+    /// One eager step, and the context as it left it.
+    fn run_eager(&mut self, mode: Mode) -> (O, Context) {
+        let source = match mode {
+            Mode::Plain => None,
+            _ => self.core.slot_source(),
+        };
+        let context = Context::new(mode, self.rates.clone(), source);
+        context::enter(context, || run_eager(self.state, self.step, self.batch))
     }
 
     fn wait_if_timed(&self) -> Result<(), StepError> {
@@ -309,27 +544,36 @@ where
 
     fn watch_eager(&mut self) -> Result<(O, Fingerprint), StepError> {
         let before = state::tensors_of(self.state);
+        let clocks = clocks_of(self.state);
         let step_end = self.core.pool.as_ref().map(|pool| pool.step_end(&before));
         let recorder = Arc::new(Recorder::default());
-        let (output, launches) = {
+        let (output, context, launches) = {
             let _operations = FusionObservation::new(recorder.clone());
             let _launches = LaunchObservation::new(recorder.clone());
-            let output = self.run_eager();
+            let (output, context) = self.run_eager(Mode::Watched);
             self.state.settle();
             drop(step_end);
             if let Some(pool) = &self.core.pool {
                 pool.drain();
                 pool.settle_queue();
             }
-            (output, recorder.launches())
+            (output, context, recorder.launches())
         };
         let after = state::tensors_of(self.state);
         let step = Observed {
             before: &before,
             batch: self.tensors,
             after: &after,
+            clocks: &clocks,
         };
-        let fingerprint = step.fingerprint(recorder.take(), self.state, &output, Some(launches));
+        let mut fingerprint = step.fingerprint(
+            recorder.take(),
+            self.state,
+            &output,
+            &context,
+            Some(launches),
+        );
+        fingerprint.replacement = self.state.replacement();
         Ok((output, fingerprint))
     }
 
@@ -338,15 +582,15 @@ where
     /// is known.
     fn rehearse(&mut self) -> Result<(O, Option<Fingerprint>), StepError> {
         let Some(_window) = exclusive() else {
-            return Ok((self.run_eager(), None));
+            return Ok((self.run_eager(Mode::Plain).0, None));
         };
-        let shapes: Vec<TensorSpec> = self.tensors.iter().map(AnyTensor::spec).collect();
+        let key = self.key.clone();
         let mut in_use = None;
         if let Some(pool) = &self.core.pool {
             pool.drain();
             // Only the first time: a trim makes the rehearsals of other shapes stale, and two shapes that take turns
             // would keep each other from ever being recorded.
-            if pool.rehearsal(&shapes).is_none() {
+            if pool.rehearsal(&key).is_none() {
                 pool.trim();
                 in_use = Some(pool.bytes_in_use());
             }
@@ -358,7 +602,7 @@ where
         match prepared {
             Ok(prepared) => {
                 if let Some(pool) = &mut self.core.pool {
-                    pool.rehearsed(shapes, fingerprint.launches.unwrap_or(0), in_use);
+                    pool.rehearsed(key, fingerprint.launches.unwrap_or(0), in_use);
                 }
                 drop(prepared);
                 Ok((output, Some(fingerprint)))
@@ -381,14 +625,17 @@ where
             let doing = doing.to_string();
             move |detail: String| StepError::Device { doing, detail }
         };
+        self.core.settle_clocks(self.state);
         let before = state::tensors_of(self.state);
+        let clocks = self.core.clocks.clone();
         let backup = self.state.clone();
+        let tracked = !self.baked.contains(self.key);
+        let source = self.core.slot_source();
         let Some(pool) = self.core.pool.as_mut() else {
             return Ok(Attempt::Busy);
         };
         let batch = self.tensors;
-        let shapes: Vec<TensorSpec> = batch.iter().map(AnyTensor::spec).collect();
-        let Some(rehearsal) = pool.fresh_rehearsal(&shapes) else {
+        let Some(rehearsal) = pool.fresh_rehearsal(self.key) else {
             return Ok(Attempt::Stale);
         };
 
@@ -455,10 +702,12 @@ where
         let recorded = {
             let _operations = FusionObservation::new(recorder.clone());
             let _launches = LaunchObservation::new(recorder.clone());
-            let (state, step, lr, owned) = (&mut *self.state, self.step, self.lr, &owned);
+            let (state, step, owned) = (&mut *self.state, self.step, &owned);
             let pool = self.core.pool.as_ref();
-            catch_unwind(AssertUnwindSafe(|| -> Result<O, String> {
-                let output = step(state, static_batch, lr);
+            let context = Context::new(Mode::Recording { tracked }, self.rates.clone(), source);
+            catch_unwind(AssertUnwindSafe(|| -> Result<(O, Recorded), String> {
+                let (output, context) =
+                    context::enter(context, || step(state, static_batch, StepRate::new()));
                 let after = state::tensors_of(state);
                 // A step that does something else when it is recorded (every fourth one, or since a read failed in
                 // the window) must not be replayed for ever.
@@ -469,15 +718,38 @@ where
                     before: &owned.tensors,
                     batch: &lifted,
                     after: &after,
+                    clocks: &clocks,
                 };
-                let now = observed.fingerprint(recorder.take(), state, &output, None);
-                if let Verdict::Differs(reason) | Verdict::Never(reason) =
-                    Fingerprint::compare(rehearsed, &now)
-                {
-                    return Err(format!(
-                        "the step to record is not the one rehearsed: {reason}"
-                    ));
+                let mut now = observed.fingerprint(recorder.take(), state, &output, &context, None);
+                // Where the rate is in the key, asking for it is no matter.
+                now.rate_read &= tracked;
+                match Fingerprint::compare(rehearsed, &now) {
+                    Verdict::Same | Verdict::First => {}
+                    // Marked rates went somewhere else than to our optimizers, perhaps.
+                    _ if tracked => return Err(RATE_BAKED.into()),
+                    Verdict::Differs(reason) | Verdict::Never(reason) => {
+                        return Err(format!(
+                            "the step to record is not the one rehearsed: {reason}"
+                        ));
+                    }
+                    Verdict::RateBaked { .. } => return Err(RATE_BAKED.into()),
                 }
+                let slots: Option<Vec<ReplaySlot>> = context
+                    .slots
+                    .iter()
+                    .map(|slot| ReplaySlot::new(slot, &clocks))
+                    .collect();
+                let Some(slots) = slots else {
+                    return Err("an optimizer's state was made while recording".into());
+                };
+                let ticks = clocks_of(state)
+                    .into_iter()
+                    .filter_map(|(clock, after)| {
+                        let before = clocks.get(&clock)?;
+                        Some((clock, after.checked_sub(*before)?))
+                    })
+                    .collect();
+                let recorded = Recorded { slots, ticks };
                 drop(step_end);
                 // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
                 // that is the state from before the step is copied before that is overwritten.
@@ -487,14 +759,14 @@ where
                 });
                 Pinned::hold(tree::tensors_of(&output))?;
                 owned.write(&after)?;
-                Ok(output)
+                Ok((output, recorded))
             }))
         };
         let sealed = window.seal();
 
-        let restore = |state: &mut S| *state = state::with_tensors(backup, &snapshot);
-        let (output, graph) = match (recorded, sealed) {
-            (Ok(Ok(output)), Ok(graph)) => (output, graph),
+        let restore = |state: &mut S| *state = state::with_tensors(backup.clone(), &snapshot);
+        let (output, recorded, graph) = match (recorded, sealed) {
+            (Ok(Ok((output, recorded))), Ok(graph)) => (output, recorded, graph),
             (recorded, sealed) => {
                 restore(self.state);
                 self.core.attached = false;
@@ -508,6 +780,7 @@ where
                         }
                         None => resume_unwind(panic),
                     },
+                    Ok(Err(detail)) if detail == RATE_BAKED => Ok(Attempt::RateBaked),
                     Ok(Err(detail)) => Ok(Attempt::Refused(refusal(
                         words.map_or(detail.clone(), |words| format!("{detail}; {words}")),
                         reserve_bytes,
@@ -522,22 +795,13 @@ where
 
         // What the recording computed was never computed; the state is the graph's buffers, still at their values
         // from before the step, and the first replay takes the step.
-        *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
-        let Some(pool) = self.core.pool.as_mut() else {
-            return Ok(Attempt::Busy);
-        };
-        pool.state = Some(owned);
+        *self.state = state::with_tensors(backup.clone(), &owned.tensors);
         self.core.attached = true;
-        if let Err(detail) = graph.replay(pool) {
-            restore(self.state);
-            self.core.attached = false;
-            return Ok(Attempt::Refused(Refusal::Other { detail }));
-        }
-        drop(snapshot);
-        let returned = copy_out(&output);
-        pool.drain();
-        pool.trim();
-        let held = pool.hold(rehearsal.step_bytes + inputs.bytes());
+        let ticks = Arc::new(Ticks {
+            by: recorded.ticks,
+            pending: AtomicU64::new(0),
+        });
+        self.core.ticks.push(ticks.clone());
         let outputs = tree::tensors_of(&output);
         let copies = (batch.len() + outputs.len()) as u64;
         let launches = match self.core.support {
@@ -545,20 +809,101 @@ where
             // Each dispatch is encoded again.
             _ => None,
         };
+        let Some(pool) = self.core.pool.as_mut() else {
+            return Ok(Attempt::Busy);
+        };
+        pool.state = Some(owned);
+        let held = pool.hold(rehearsal.step_bytes + inputs.bytes());
+        let graph = Sealed {
+            graph,
+            inputs,
+            output,
+            held,
+            launches,
+            slots: recorded.slots,
+            ticks,
+        };
+        self.core.refresh_scalars(&graph, self.rates, self.random);
+        if let Err(detail) = graph.replay_bare(self.core) {
+            restore(self.state);
+            self.core.attached = false;
+            return Ok(Attempt::Refused(Refusal::Other { detail }));
+        }
+        graph.ticks.pending.fetch_add(1, Ordering::Relaxed);
+        drop(snapshot);
+        let returned = copy_out(&graph.output);
+        if let Some(pool) = &self.core.pool {
+            pool.drain();
+            pool.trim();
+        }
         log::debug!(
             "recorded {} launches, {warm} of them write-back",
             recorder.launches()
         );
         Ok(Attempt::Sealed {
-            graph: Sealed {
-                graph,
-                inputs,
-                output,
-                held,
-                launches,
-            },
+            graph,
             output: returned,
         })
+    }
+}
+
+/// What a recording gives up with when its rate went into launches.
+const RATE_BAKED: &str = "the step uses its learning rate as a number";
+
+/// What a recording showed beside its launches.
+struct Recorded {
+    slots: Vec<ReplaySlot>,
+    /// What the step added to the state's counters.
+    ticks: HashMap<u64, u64>,
+}
+
+/// How two tensors differ.
+struct Difference {
+    differing: usize,
+    elements: usize,
+    largest: f64,
+}
+
+impl Difference {
+    /// `None` when they hold the same bits, or are as near as `tolerance` asks. Reads both.
+    fn between(
+        ours: &AnyTensor,
+        theirs: &AnyTensor,
+        tolerance: f32,
+    ) -> Result<Option<Self>, String> {
+        let (ours, theirs) = (ours.read()?, theirs.read()?);
+        if ours.bytes() == theirs.bytes() {
+            return Ok(None);
+        }
+        let elements = ours.num_elements();
+        if ours.shape() != theirs.shape() || ours.dtype() != theirs.dtype() {
+            return Ok(Some(Self {
+                differing: elements,
+                elements,
+                largest: f64::NAN,
+            }));
+        }
+        let (mut differing, mut largest) = (0, 0f64);
+        for (a, b) in ours.iter::<f64>().zip(theirs.iter::<f64>()) {
+            let difference = (a - b).abs();
+            let near = f64::from(tolerance) * a.abs().max(1.0);
+            let both_nan = a.is_nan() && b.is_nan();
+            // Equal numbers of other bits are zeros of either sign, which a tolerance of zero tells apart.
+            let same_bits = a.to_bits() == b.to_bits();
+            if !(same_bits || both_nan || (tolerance > 0.0 && difference <= near)) {
+                differing += 1;
+                largest = if difference > largest || difference.is_nan() {
+                    difference
+                } else {
+                    largest
+                };
+            }
+        }
+        Ok((differing > 0).then_some(Self {
+            differing,
+            elements,
+            largest,
+        }))
     }
 }
 
@@ -567,6 +912,8 @@ struct Observed<'a> {
     before: &'a [AnyTensor],
     batch: &'a [AnyTensor],
     after: &'a [AnyTensor],
+    /// The state's counters before the step.
+    clocks: &'a HashMap<u64, u64>,
 }
 
 impl Observed<'_> {
@@ -575,6 +922,7 @@ impl Observed<'_> {
         operations: Vec<OperationIr>,
         state: &S,
         output: &O,
+        context: &Context,
         launches: Option<u64>,
     ) -> Fingerprint {
         let ids = |tensors: &[AnyTensor]| tensors.iter().map(id).collect::<Vec<u64>>();
@@ -587,6 +935,16 @@ impl Observed<'_> {
         let mut fingerprint = Fingerprint::new(operations, &tensors, launches);
         state.visit_host_fields(&mut |field| fingerprint.host.push(field));
         output.visit_host_fields(&mut |field| fingerprint.host.push(field));
+        // How far the step moved each counter, which a replay will move as far; -1 for one it made.
+        state.visit_clocks(&mut |clock, after| {
+            let moved = self
+                .clocks
+                .get(&clock)
+                .map(|before| after as i64 - *before as i64);
+            fingerprint.host.push(HostField::Int(moved.unwrap_or(-1)));
+        });
+        fingerprint.rates = context.rates.classes.clone();
+        fingerprint.rate_read = context.rate_read;
         fingerprint
     }
 }

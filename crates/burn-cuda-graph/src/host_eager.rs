@@ -1,14 +1,17 @@
 //! Runs steps in a build without a backend that records graphs: always eagerly.
 
+use crate::context::{self, Context, Mode, Rates, StepRate};
 use crate::engine::{Attempt, NoReplay, StepHost, Watch};
 use crate::error::StepError;
 use crate::lifecycle::Verdict;
+use crate::shape_key::ShapeKey;
 use crate::state::StepState;
 use crate::step::run_eager;
 use crate::support::Support;
 use crate::tensor::AnyTensor;
 use crate::tree::TensorTree;
 use burn::tensor::Device;
+use std::collections::HashSet;
 
 /// No step is watched in this build.
 pub(crate) type Fingerprint = core::convert::Infallible;
@@ -53,6 +56,9 @@ impl HostCore {
     pub fn user_copy(&self, tensor: &AnyTensor) -> AnyTensor {
         tensor.clone()
     }
+    pub fn pending(&self, _clock: u64) -> u64 {
+        0
+    }
     pub fn sync(&self) -> Result<(), String> {
         self.device.sync().map_err(|err| err.to_string())
     }
@@ -74,7 +80,11 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub step: &'a F,
     pub batch: &'a B,
     pub tensors: &'a [AnyTensor],
-    pub lr: f64,
+    pub rates: &'a Rates,
+    pub key: &'a ShapeKey,
+    pub baked: &'a mut HashSet<ShapeKey>,
+    pub random: [u32; 4],
+    pub verify_tolerance: f32,
     pub synced: bool,
     pub output: core::marker::PhantomData<O>,
 }
@@ -84,14 +94,16 @@ where
     S: StepState,
     B: TensorTree,
     O: TensorTree,
-    F: Fn(&mut S, B, f64) -> O,
+    F: Fn(&mut S, B, StepRate) -> O,
 {
     type Fingerprint = Fingerprint;
     type Graph = Sealed<O>;
     type Output = O;
 
     fn eager(&mut self, _watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
-        let output = run_eager(self.state, self.step, self.batch, self.lr);
+        let context = Context::new(Mode::Plain, self.rates.clone(), None);
+        let run = || run_eager(self.state, self.step, self.batch);
+        let (output, _) = context::enter(context, run);
         if self.synced {
             let doing = "waiting for a step".to_string();
             self.core
@@ -110,8 +122,15 @@ where
     ) -> Result<Attempt<Sealed<O>, O>, StepError> {
         Ok(Attempt::Busy)
     }
-    fn replay(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
+    fn replay(&mut self, graph: &Sealed<O>, _verify: bool) -> Result<O, NoReplay> {
         match graph.0 {}
+    }
+    fn bake_rate(&mut self) -> ShapeKey {
+        self.baked.insert(self.key.clone());
+        ShapeKey {
+            learning_rate_bits: Some(self.rates.bits()),
+            ..self.key.clone()
+        }
     }
     fn reset(&mut self) {}
     fn bytes(graph: &Sealed<O>) -> u64 {

@@ -53,13 +53,15 @@ mod host;
 mod host;
 #[cfg(feature = "cubecl-backend")]
 mod pool;
+#[cfg(feature = "cubecl-backend")]
+mod scalars;
 #[cfg(feature = "train")]
 mod train;
 
 pub use config::{GraphConfig, Policy};
 pub use context::{LearningRates, StepRate};
 pub use driver::tolerate_captures;
-pub use error::{FallbackReason, StepError};
+pub use error::{FallbackReason, Mismatch, StepError};
 pub use report::{EntryReport, Report};
 pub use shape_key::{HostField, ShapeKey};
 pub use state::{StepState, Training};

@@ -41,6 +41,9 @@ pub(crate) enum Verdict {
     Differs(FallbackReason),
     /// Something no recording can hold.
     Never(FallbackReason),
+    /// Launches hold the learning rate, which was `before` in the step before, as a constant; the engine begins again
+    /// under a key that has the rate.
+    RateBaked { before: f64, after: f64 },
 }
 
 /// Why a window gave no graph.
@@ -111,7 +114,7 @@ impl Lifecycle {
             };
         };
         match verdict {
-            Verdict::First => self.warming(1),
+            Verdict::First | Verdict::RateBaked { .. } => self.warming(1),
             Verdict::Same => {
                 self.differences = 0;
                 self.warming(stable + 1)
@@ -131,6 +134,12 @@ impl Lifecycle {
                 reason
             }
         }
+    }
+
+    /// Nothing was seen yet.
+    pub fn restart(&mut self) {
+        self.phase = Phase::Warming { stable: 0 };
+        self.differences = 0;
     }
 
     fn warming(&mut self, stable: u32) -> FallbackReason {
@@ -181,6 +190,11 @@ impl Lifecycle {
             self.phase = Phase::Refused(reason.clone());
         }
         reason
+    }
+
+    /// Whatever it was, it stays eager from now on.
+    pub fn refuse(&mut self, reason: FallbackReason) {
+        self.phase = Phase::Refused(reason);
     }
 
     /// What the rehearsal left warm is gone.

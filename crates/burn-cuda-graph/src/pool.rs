@@ -8,12 +8,13 @@
 //! the pools holding that many empty pages (the *headroom reserve*).
 
 use crate::copy::{copy_all, same_buffer, same_memory};
-use crate::tensor::{AnyTensor, TensorKind, TensorSpec};
+use crate::shape_key::ShapeKey;
+use crate::tensor::{AnyTensor, TensorKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{
     BackendTensor, Dispatch, DispatchDevice, DispatchTensor, DispatchTensorKind, backend_extension,
 };
-use burn::tensor::Device;
+use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fusion::stream::StreamId;
@@ -50,6 +51,9 @@ pub(crate) trait PoolOps: burn::backend::Backend {
     /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
     #[fusion(dtype = dst, shape = dst)]
     fn graph_write_bool(dst: BoolTensor<Self>, src: BoolTensor<Self>) -> BoolTensor<Self>;
+    /// One element of type `dtype`, `offset` bytes into `buffer`: a view of the same memory.
+    #[fusion(dtype = *dtype, shape = Shape::new([1]))]
+    fn graph_slot(buffer: FloatTensor<Self>, offset: u64, dtype: DType) -> FloatTensor<Self>;
 }
 
 impl PoolOps for CubeBackend {
@@ -71,7 +75,22 @@ impl PoolOps for CubeBackend {
     fn graph_write_bool(dst: BoolTensor<Self>, src: BoolTensor<Self>) -> BoolTensor<Self> {
         write_cube(dst, src)
     }
+    fn graph_slot(buffer: FloatTensor<Self>, offset: u64, dtype: DType) -> FloatTensor<Self> {
+        let size = buffer.handle.size_in_used();
+        let end = size.saturating_sub(offset + SLOT_BYTES);
+        let handle = buffer.handle.clone().offset_start(offset).offset_end(end);
+        CubeTensor::new_contiguous(
+            buffer.client.clone(),
+            buffer.device.clone(),
+            Shape::new([1]),
+            handle,
+            dtype,
+        )
+    }
 }
+
+/// Bytes of a slot that are used, whatever its type.
+pub(crate) const SLOT_BYTES: u64 = 16;
 
 fn write_cube(dst: CubeTensor, src: CubeTensor) -> CubeTensor {
     copy_all(&[(src, dst.clone())]);
@@ -371,8 +390,8 @@ pub(crate) struct Pool {
     pub state: Option<Pinned>,
     /// Bytes that the sealed graphs over this pool hold.
     held: Arc<AtomicU64>,
-    /// What the rehearsals of each batch shape found.
-    rehearsals: HashMap<Vec<TensorSpec>, Rehearsal>,
+    /// What the rehearsals of each key found.
+    rehearsals: HashMap<ShapeKey, Rehearsal>,
 }
 
 /// What a rehearsal leaves for the window that follows it.
@@ -440,27 +459,27 @@ impl Pool {
         }
     }
 
-    /// What the last rehearsal of these shapes found, however long ago.
-    pub fn rehearsal(&self, shapes: &[TensorSpec]) -> Option<&Rehearsal> {
-        self.rehearsals.get(shapes)
+    /// What the last rehearsal of this key found, however long ago.
+    pub fn rehearsal(&self, key: &ShapeKey) -> Option<&Rehearsal> {
+        self.rehearsals.get(key)
     }
 
     /// The same, when what it left warm still is.
-    pub fn fresh_rehearsal(&self, shapes: &[TensorSpec]) -> Option<Rehearsal> {
-        self.rehearsal(shapes)
+    pub fn fresh_rehearsal(&self, key: &ShapeKey) -> Option<Rehearsal> {
+        self.rehearsal(key)
             .filter(|rehearsal| rehearsal.trims == TRIMS.load(Ordering::Relaxed))
             .cloned()
     }
 
     /// Note what a step that just ran under preparation left behind. `in_use`: bytes of the tensors alive before
     /// it, when the pools were trimmed for it; else an earlier rehearsal's measurements stand.
-    pub fn rehearsed(&mut self, shapes: Vec<TensorSpec>, launches: u64, in_use: Option<u64>) {
+    pub fn rehearsed(&mut self, key: ShapeKey, launches: u64, in_use: Option<u64>) {
         let trims = TRIMS.load(Ordering::Relaxed);
         let report = self.report();
         // The pages of graphs sealed before are held as well, and are not this step's.
         let held = self.held.load(Ordering::Relaxed);
         let taken = |in_use: u64| report.usage().bytes_reserved.saturating_sub(in_use + held);
-        let measured = match (self.rehearsals.remove(&shapes), in_use) {
+        let measured = match (self.rehearsals.remove(&key), in_use) {
             (Some(earlier), None) => Rehearsal {
                 launches,
                 trims,
@@ -473,7 +492,7 @@ impl Pool {
                 trims,
             },
         };
-        self.rehearsals.insert(shapes, measured);
+        self.rehearsals.insert(key, measured);
     }
 
     /// Forget the graph-owned state and give memory back.

@@ -27,25 +27,29 @@ impl core::fmt::Display for HostField {
     }
 }
 
-/// The cache key of a sealed graph: the ordered shapes and dtypes of the batch, its host values, and the
-/// host scalars that the launches of a step have baked in (the learning rate).
+/// The cache key of a sealed graph: the ordered shapes and dtypes of the batch, its host values, and what of the
+/// learning rates the launches of a step have baked in.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ShapeKey {
     /// The batch's tensors, in the order of its `TensorTree`.
     pub tensors: Vec<TensorSpec>,
     /// The batch's host values.
     pub host: Vec<HostField>,
-    /// The bits of the learning rate: a launch holds it as a constant.
-    pub learning_rate_bits: u64,
+    /// Which parameters have equal rates in this step: a class for each. Empty when all have the same.
+    pub rate_classes: Vec<u16>,
+    /// The bits of the learning rate of each class, for a step whose launches hold it as a constant; `None` for one that
+    /// reads its rates from the device.
+    pub learning_rate_bits: Option<Vec<u64>>,
 }
 
 impl ShapeKey {
-    /// The learning rate of the key.
-    pub fn learning_rate(&self) -> f64 {
-        f64::from_bits(self.learning_rate_bits)
+    /// The learning rate of the key, the base rate where there are several; `None` for a step that any rate can replay.
+    pub fn learning_rate(&self) -> Option<f64> {
+        let bits = self.learning_rate_bits.as_ref()?;
+        bits.first().map(|bits| f64::from_bits(*bits))
     }
 
-    /// Whether `other` differs in the learning rate alone.
+    /// Whether `other` differs in a baked-in learning rate alone.
     pub(crate) fn differs_in_rate_only(&self, other: &ShapeKey) -> bool {
         self.learning_rate_bits != other.learning_rate_bits
             && self.tensors == other.tensors
@@ -61,6 +65,15 @@ impl core::fmt::Display for ShapeKey {
         for field in &self.host {
             write!(f, "{field} ")?;
         }
-        write!(f, "lr={}", self.learning_rate())
+        match &self.learning_rate_bits {
+            None => write!(f, "lr=any"),
+            Some(bits) => {
+                let rates: Vec<String> = bits
+                    .iter()
+                    .map(|bits| f64::from_bits(*bits).to_string())
+                    .collect();
+                write!(f, "lr={}", rates.join(","))
+            }
+        }
     }
 }

@@ -1,10 +1,13 @@
 //! The state that a step updates: model, optimizer, whatever else it carries from one step to the next.
 
+use crate::error::FallbackReason;
+use crate::optim::{self, StateData, Steps};
 use crate::shape_key::HostField;
 use crate::tensor::AnyTensor;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::optim::{GradientsParams, LearningRate, ModuleOptimizer};
-use burn::tensor::{Bool, Int, Tensor};
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Bool, DType, Int, Tensor};
 
 /// What a step updates.
 ///
@@ -24,6 +27,40 @@ pub trait StepState: Clone {
         let _ = field;
     }
 
+    /// Hand the name of every tensor to `visit`, in the order of [`visit_state`](Self::visit_state), for messages.
+    /// Default: none, and messages give numbers.
+    fn visit_names(&self, visit: &mut dyn FnMut(String)) {
+        let _ = visit;
+    }
+
+    /// The parameters that learning rates are given for, with their paths in the module. Default: none, and every one
+    /// gets the base rate.
+    fn parameters(&self) -> Vec<(ParamId, String)> {
+        Vec::new()
+    }
+
+    /// Hand every host counter that a step advances by a fixed amount to `visit`: a number that tells it from the
+    /// others, and its value. Default: none.
+    fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
+        let _ = visit;
+    }
+
+    /// Advance every counter of [`visit_clocks`](Self::visit_clocks) by what `by` answers for its number: replays ran,
+    /// which call no closure. Default: nothing.
+    fn advance_clocks(&mut self, by: &dyn Fn(u64) -> u64) {
+        let _ = by;
+    }
+
+    /// What keeps any step over this state from being a graph. Default: nothing.
+    fn blocked(&self) -> Option<FallbackReason> {
+        None
+    }
+
+    /// The name of what to import in place of a part whose scalars or tensors are out of reach. Default: none.
+    fn replacement(&self) -> Option<String> {
+        None
+    }
+
     /// Bring tensors that lag behind up to date, so that [`visit_state`](Self::visit_state) shows live values.
     /// Default: nothing lags.
     fn settle(&self) {}
@@ -39,30 +76,85 @@ pub trait StepState: Clone {
 ///
 /// Inside the step, [`model`](Self::model) is the model to run and [`optimize`](Self::optimize) applies gradients.
 ///
-/// The tensors a stock [`ModuleOptimizer`] keeps (momentum, Adam's moments) are private to it, so an optimizer
-/// that keeps any is refused by name when a step is to be recorded; plain SGD keeps none.
-#[derive(Debug, Clone)]
+/// With an optimizer of [`optim`](crate::optim), the tensors it keeps (momentum, Adam's moments) and its step counts are
+/// part of the state. Those of Burn's own optimizers are private to them, so a stock one that keeps any, or whose scalars
+/// move, is refused when a step is to be recorded, with the name of the one to import; stock SGD without momentum keeps
+/// none and replays.
+#[derive(Clone)]
 pub struct Training<M> {
     model: M,
-    optimizer: DebuggableOptimizer,
+    optimizer: ModuleOptimizer,
+    ownership: Ownership,
+    accumulated: Option<Accumulated>,
 }
 
-#[derive(Clone)]
-struct DebuggableOptimizer(ModuleOptimizer);
+/// Gradients summed over micro-batches.
+#[derive(Debug, Clone)]
+struct Accumulated {
+    /// 1 where the next gradients begin a new sum: `[1]` `f32`. On the device, so that one recording serves the first
+    /// micro-batch and the others.
+    fresh: Tensor<1>,
+    sums: Vec<(ParamId, AnyTensor)>,
+}
 
-impl core::fmt::Debug for DebuggableOptimizer {
+/// Whose optimizers update the parameters of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ownership {
+    Ours,
+    Stock,
+    Mixed,
+}
+
+impl Ownership {
+    fn of<M: Module>(optimizer: &ModuleOptimizer, model: &M) -> Self {
+        let ours = optim::ours(optimizer, model);
+        let parameters = optim::parameters(model);
+        match parameters
+            .iter()
+            .filter(|(id, _)| ours.contains(&id.val()))
+            .count()
+        {
+            0 => Ownership::Stock,
+            count if count == parameters.len() => Ownership::Ours,
+            _ => Ownership::Mixed,
+        }
+    }
+}
+
+impl<M: core::fmt::Debug> core::fmt::Debug for Training<M> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str("ModuleOptimizer")
+        f.debug_struct("Training")
+            .field("model", &self.model)
+            .field("ownership", &self.ownership)
+            .finish_non_exhaustive()
     }
 }
 
 impl<M: Module> Training<M> {
-    /// A model on an autodiff device, and its optimizer.
+    /// A model on an autodiff device, and its optimizer. The optimizer may hold state, from a record or from earlier
+    /// steps; it is moved to the model's device.
     pub fn new(model: M, optimizer: ModuleOptimizer) -> Self {
+        let ownership = Ownership::of(&optimizer, &model);
+        let device = model.devices().first().map(|device| device.clone().inner());
+        let optimizer = match (ownership, device) {
+            (Ownership::Ours, Some(device)) => optim::with_states(optimizer, |states| {
+                for state in states.values_mut() {
+                    state.map(&mut |tensor| tensor.to_device(&device));
+                }
+            }),
+            _ => optimizer,
+        };
         Self {
             model,
-            optimizer: DebuggableOptimizer(optimizer),
+            optimizer,
+            ownership,
+            accumulated: None,
         }
+    }
+
+    /// Whether every parameter is updated by an optimizer of [`optim`](crate::optim).
+    pub(crate) fn is_ours(&self) -> bool {
+        self.ownership == Ownership::Ours
     }
 
     /// The model.
@@ -72,20 +164,93 @@ impl<M: Module> Training<M> {
 
     /// The optimizer.
     pub fn optimizer(&self) -> &ModuleOptimizer {
-        &self.optimizer.0
+        &self.optimizer
     }
 
     /// Update the model: `model = optimizer.step(lr, model, grads)`.
     ///
     /// A panic in the optimizer leaves the model as it was.
-    pub fn optimize(&mut self, lr: LearningRate, grads: GradientsParams) {
-        self.model = self.optimizer.0.step(lr, self.model.clone(), grads);
+    pub fn optimize(&mut self, lr: impl Into<ModuleLearningRate>, grads: GradientsParams) {
+        self.model = self.optimizer.step(lr, self.model.clone(), grads);
     }
 
     /// Update the model with a function of it and the optimizer, for steps that do more than
     /// [`optimize`](Self::optimize).
     pub fn update(&mut self, update: impl FnOnce(M, &mut ModuleOptimizer) -> M) {
-        self.model = update(self.model.clone(), &mut self.optimizer.0);
+        self.model = update(self.model.clone(), &mut self.optimizer);
+    }
+
+    /// Add `grads` to those of the micro-batches before, for a later [`apply`](Self::apply). Sums, as Burn's
+    /// `GradientsAccumulator` does: divide the loss by the number of micro-batches for their mean.
+    ///
+    /// The sums are part of the state, so that a step which accumulates and one which applies are two recordings over the
+    /// same buffers.
+    ///
+    /// # Panics
+    ///
+    /// When other parameters have gradients than in the first micro-batch: a sum could not tell a parameter without a
+    /// gradient from one whose gradient is zero.
+    pub fn accumulate(&mut self, grads: GradientsParams) {
+        let mut found = Collect {
+            grads,
+            found: Vec::new(),
+        };
+        self.model.visit(&mut found);
+        let new = found.found;
+        let Some(old) = &mut self.accumulated else {
+            let Some((_, first)) = new.first() else {
+                return;
+            };
+            self.accumulated = Some(Accumulated {
+                fresh: Tensor::zeros([1], (&first.device(), DType::F32)),
+                sums: new,
+            });
+            return;
+        };
+        let ids =
+            |sums: &[(ParamId, AnyTensor)]| sums.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+        let (before, now) = (ids(&old.sums), ids(&new));
+        assert!(
+            before == now,
+            "accumulate: {} parameters have gradients in this micro-batch, {} had in the first, or others: let every \
+             micro-batch reach the same parameters",
+            now.len(),
+            before.len()
+        );
+        let fresh = old.fresh.clone().greater_scalar(0.5);
+        for ((_, sum), (_, grad)) in old.sums.iter_mut().zip(new) {
+            *sum = sum.accumulate(grad, &fresh);
+        }
+        old.fresh = old.fresh.zeros_like();
+    }
+
+    /// The accumulated gradients; the next micro-batch begins anew. For steps that clip or scale them before
+    /// [`optimize`](Self::optimize); others call [`apply`](Self::apply).
+    ///
+    /// # Panics
+    ///
+    /// When nothing was ever accumulated.
+    pub fn take_accumulated(&mut self) -> GradientsParams {
+        let Some(old) = &mut self.accumulated else {
+            panic!("take_accumulated: no gradients were accumulated; call accumulate before");
+        };
+        let mut give = Give {
+            sums: &old.sums,
+            grads: GradientsParams::new(),
+        };
+        self.model.visit(&mut give);
+        old.fresh = old.fresh.ones_like();
+        give.grads
+    }
+
+    /// Update the model with the accumulated gradients; the next micro-batch begins anew.
+    ///
+    /// # Panics
+    ///
+    /// When nothing was ever accumulated.
+    pub fn apply(&mut self, lr: impl Into<ModuleLearningRate>) {
+        let grads = self.take_accumulated();
+        self.optimize(lr, grads);
     }
 
     /// The model, by value.
@@ -95,19 +260,115 @@ impl<M: Module> Training<M> {
 
     /// The model and the optimizer.
     pub fn into_parts(self) -> (M, ModuleOptimizer) {
-        (self.model, self.optimizer.0)
+        (self.model, self.optimizer)
     }
 }
 
 impl<M: Module> StepState for Training<M> {
     fn visit_state(&self, visit: &mut dyn FnMut(AnyTensor)) {
         self.model.visit(&mut Visitor { visit });
+        if self.ownership == Ownership::Ours {
+            let states = optim::states(&self.optimizer);
+            states
+                .values()
+                .flat_map(StateData::tensors)
+                .for_each(&mut *visit);
+        }
+        if let Some(accumulated) = &self.accumulated {
+            visit(AnyTensor::from_float(accumulated.fresh.clone()));
+            for (_, sum) in &accumulated.sums {
+                visit(sum.clone());
+            }
+        }
     }
 
     fn map_state(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        let model = self.model.map(&mut Mapper { map });
+        let optimizer = match self.ownership {
+            Ownership::Ours => optim::with_states(self.optimizer, |states| {
+                states.values_mut().for_each(|state| state.map(map));
+            }),
+            _ => self.optimizer,
+        };
+        let accumulated = self.accumulated.map(|old| Accumulated {
+            fresh: map(AnyTensor::from_float(old.fresh)).into_float(),
+            sums: (old.sums.into_iter())
+                .map(|(id, sum)| (id, map(sum)))
+                .collect(),
+        });
         Self {
-            model: self.model.map(&mut Mapper { map }),
-            optimizer: self.optimizer,
+            model,
+            optimizer,
+            ownership: self.ownership,
+            accumulated,
+        }
+    }
+
+    fn visit_names(&self, visit: &mut dyn FnMut(String)) {
+        let parameters = optim::parameters(&self.model);
+        let path = |id: u64| {
+            let known = parameters.iter().find(|(known, _)| known.val() == id);
+            known.map_or_else(|| id.to_string(), |(_, path)| path.clone())
+        };
+        self.model.visit(&mut Names {
+            path: Vec::new(),
+            visit: &mut *visit,
+        });
+        if self.ownership == Ownership::Ours {
+            for (id, state) in optim::states(&self.optimizer) {
+                let path = path(id);
+                for name in state.names() {
+                    visit(format!("{name} of {path}"));
+                }
+            }
+        }
+        if let Some(accumulated) = &self.accumulated {
+            visit("whether accumulation begins anew".into());
+            for (id, _) in &accumulated.sums {
+                visit(format!("accumulated gradient of {}", path(id.val())));
+            }
+        }
+    }
+
+    fn parameters(&self) -> Vec<(ParamId, String)> {
+        optim::parameters(&self.model)
+    }
+
+    fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
+        if self.ownership == Ownership::Ours {
+            for state in optim::states(&self.optimizer).values() {
+                if let Steps::Host(steps) = state.steps {
+                    visit(state.clock, steps);
+                }
+            }
+        }
+    }
+
+    fn advance_clocks(&mut self, by: &dyn Fn(u64) -> u64) {
+        if self.ownership == Ownership::Ours {
+            self.optimizer = optim::with_states(self.optimizer.clone(), |states| {
+                for state in states.values_mut() {
+                    if let Steps::Host(steps) = &mut state.steps {
+                        *steps += by(state.clock);
+                    }
+                }
+            });
+        }
+    }
+
+    fn blocked(&self) -> Option<FallbackReason> {
+        (self.ownership == Ownership::Mixed).then(|| FallbackReason::StockOptimizer {
+            replacement: "burn_cuda_graph::optim, for every parameter group".into(),
+            detail: "some groups have optimizers of burn_cuda_graph::optim, others have Burn's"
+                .into(),
+        })
+    }
+
+    /// Reads the optimizer's tensors.
+    fn replacement(&self) -> Option<String> {
+        match self.ownership {
+            Ownership::Stock => optim::replacement(&self.optimizer).map(String::from),
+            _ => None,
         }
     }
 
@@ -123,7 +384,66 @@ impl<M: Module> StepState for Training<M> {
         Self {
             model: self.model.valid().train(),
             optimizer: self.optimizer.clone(),
+            ownership: self.ownership,
+            accumulated: self.accumulated.clone(),
         }
+    }
+}
+
+/// The gradients of a model, in the order of its visit.
+struct Collect {
+    grads: GradientsParams,
+    found: Vec<(ParamId, AnyTensor)>,
+}
+
+impl ModuleVisitor for Collect {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(grad) = self.grads.remove::<D>(param.id) {
+            self.found.push((param.id, AnyTensor::from_float(grad)));
+        }
+    }
+}
+
+/// Registers sums as gradients, each in its parameter's rank.
+struct Give<'a> {
+    sums: &'a [(ParamId, AnyTensor)],
+    grads: GradientsParams,
+}
+
+impl ModuleVisitor for Give<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some((_, sum)) = self.sums.iter().find(|(id, _)| *id == param.id) {
+            self.grads.register(param.id, sum.clone().into_float::<D>());
+        }
+    }
+}
+
+struct Names<'a> {
+    path: Vec<String>,
+    visit: &'a mut dyn FnMut(String),
+}
+
+impl Names<'_> {
+    fn name(&mut self) {
+        (self.visit)(self.path.join("."));
+    }
+}
+
+impl ModuleVisitor for Names<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+        self.name();
+    }
+    fn visit_int<const D: usize>(&mut self, _param: &Param<Tensor<D, Int>>) {
+        self.name();
+    }
+    fn visit_bool<const D: usize>(&mut self, _param: &Param<Tensor<D, Bool>>) {
+        self.name();
     }
 }
 
@@ -179,6 +499,29 @@ macro_rules! tuple_state {
             }
             fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
                 $(self.$index.visit_host_fields(field);)*
+            }
+            fn visit_names(&self, visit: &mut dyn FnMut(String)) {
+                $({
+                    let place = $index;
+                    self.$index.visit_names(&mut |name| visit(format!("{place}: {name}")));
+                })*
+            }
+            fn parameters(&self) -> Vec<(ParamId, String)> {
+                let mut parameters = Vec::new();
+                $(parameters.extend(self.$index.parameters());)*
+                parameters
+            }
+            fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
+                $(self.$index.visit_clocks(visit);)*
+            }
+            fn advance_clocks(&mut self, by: &dyn Fn(u64) -> u64) {
+                $(self.$index.advance_clocks(by);)*
+            }
+            fn blocked(&self) -> Option<FallbackReason> {
+                None$(.or_else(|| self.$index.blocked()))*
+            }
+            fn replacement(&self) -> Option<String> {
+                None$(.or_else(|| self.$index.replacement()))*
             }
             fn settle(&self) {
                 $(self.$index.settle();)*

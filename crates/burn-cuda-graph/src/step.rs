@@ -1,6 +1,7 @@
 //! The one entry: a training step that records itself.
 
 use crate::config::GraphConfig;
+use crate::context::{LearningRates, Rates, StepRate};
 use crate::engine::Engine;
 use crate::error::{FallbackReason, StepError};
 use crate::host::{Fingerprint, Host, HostCore, Sealed};
@@ -10,10 +11,11 @@ use crate::state::{self, StepState, Training};
 use crate::support::{Support, support};
 use crate::tensor::AnyTensor;
 use crate::tree::{self, TensorTree};
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// How a step ran.
@@ -61,7 +63,7 @@ pub struct StepOutput<O> {
 /// then one step is recorded, executed by its graph's first replay; later ones are replays. A step that cannot be
 /// replayed runs eagerly, with its reason in [`StepOutput::path`].
 ///
-/// The closure is `Fn(&mut S, B, f64) -> O`: it updates the state from a batch at a learning rate. During a replay it
+/// The closure is `Fn(&mut S, B, StepRate) -> O`: it updates the state from a batch at a learning rate. During a replay it
 /// is not called, so whatever it does besides tensor operations on its arguments (counters, logging, reads) does
 /// not happen then. `Fn`, not `FnMut`: mutable host state in it would freeze.
 ///
@@ -81,6 +83,12 @@ pub struct GraphedStep<S, B, O, F> {
     // Before `core`: graphs go before the buffers they replay against.
     engine: Engine<Fingerprint, Sealed<O>>,
     core: HostCore,
+    /// The parameters that rates are given for.
+    parameters: Vec<(ParamId, String)>,
+    /// Keys whose steps use their rates as numbers.
+    baked: HashSet<ShapeKey>,
+    /// Steps taken.
+    steps: u64,
     batch: core::marker::PhantomData<fn(B)>,
 }
 
@@ -98,7 +106,7 @@ where
     S: StepState,
     B: TensorTree,
     O: TensorTree,
-    F: Fn(&mut S, B, f64) -> O,
+    F: Fn(&mut S, B, StepRate) -> O,
 {
     /// A step over `state`. Nothing is run or recorded yet; lazy parameters are initialised.
     ///
@@ -113,6 +121,9 @@ where
         let state = taken_over(state, &core)?;
         Ok(Self {
             blocked: blocked_by_state(&support, &state),
+            parameters: state.parameters(),
+            baked: HashSet::new(),
+            steps: 0,
             state,
             step,
             core,
@@ -138,9 +149,14 @@ where
     /// [`Policy::RequireGraph`](crate::Policy::RequireGraph), [`StepError::GraphRequired`]: the step did not run, the
     /// state is as it was, and the call can be made again. [`StepError::Replay`] and [`StepError::Device`] when the
     /// device fails.
-    pub fn run(&mut self, batch: B, lr: f64) -> Result<StepOutput<O>, StepError> {
-        if !lr.is_finite() {
-            return Err(StepError::LearningRate { value: lr });
+    pub fn run(
+        &mut self,
+        batch: B,
+        lr: impl Into<LearningRates>,
+    ) -> Result<StepOutput<O>, StepError> {
+        let rates = Rates::new(lr.into(), &self.parameters);
+        if let Some(value) = rates.not_finite() {
+            return Err(StepError::LearningRate { value });
         }
         crate::driver::tolerate_captures();
         self.follow_thread()?;
@@ -152,6 +168,8 @@ where
             blocked,
             engine,
             core,
+            baked,
+            steps,
             ..
         } = self;
         let stream = core.stream();
@@ -164,7 +182,8 @@ where
             let blocked = busy
                 .or(blocked.clone())
                 .or_else(|| blocked_by_batch(&tensors));
-            let key = key_of(&batch, &tensors, lr);
+            let free = key_of(&batch, &tensors, &rates);
+            let key = keyed(&free, &rates, baked);
             let synced = engine.config().synced_timing;
             let mut host = Host {
                 core,
@@ -172,11 +191,16 @@ where
                 step,
                 batch: &batch,
                 tensors: &tensors,
-                lr,
+                rates: &rates,
+                key: &free,
+                baked,
+                random: [0; 4],
+                verify_tolerance: engine.config().verify_tolerance,
                 synced,
                 output: core::marker::PhantomData,
             };
             let (output, path) = engine.step(key, blocked, &mut host)?;
+            *steps += 1;
             Ok(StepOutput { output, path })
         })
     }
@@ -188,21 +212,27 @@ where
             let live = state::tensors_of(&self.state);
             let mut copies = live.iter().map(|tensor| self.core.user_copy(tensor));
             // Copies keep the autodiff association of the live tensors, which the independent containers may lack.
-            self.state
+            let mut copy = self
+                .state
                 .independent()
-                .map_state(&mut |old| copies.next().unwrap_or(old))
+                .map_state(&mut |old| copies.next().unwrap_or(old));
+            copy.advance_clocks(&|clock| self.core.pending(clock));
+            copy
         })
     }
 
     /// The live state, by value. Graphs are dropped.
     pub fn into_state(self) -> S {
         let Self {
-            state,
+            mut state,
             core,
             engine,
             ..
         } = self;
-        core.pinned(|| state.settle());
+        core.pinned(|| {
+            state.settle();
+            state.advance_clocks(&|clock| core.pending(clock));
+        });
         drop(engine);
         drop(core);
         state
@@ -226,6 +256,8 @@ where
             log::info!("state changed from outside: {dropped} graphs dropped, warming up anew");
         }
         self.blocked = blocked_by_state(&new_support, &updated);
+        self.parameters = updated.parameters();
+        self.baked.clear();
         self.state = updated;
         self.support = new_support;
         self.device = device;
@@ -282,8 +314,14 @@ where
     ///
     /// [`StepError::GraphRequired`] when the key has no sealed graph, or the state is not in the graph's buffers.
     #[doc(hidden)]
-    pub fn replay_bare(&mut self, batch: &B, lr: f64) -> Result<(), StepError> {
-        let key = key_of(batch, &tree::tensors_of(batch), lr);
+    pub fn replay_bare(
+        &mut self,
+        batch: &B,
+        lr: impl Into<LearningRates>,
+    ) -> Result<(), StepError> {
+        let rates = Rates::new(lr.into(), &self.parameters);
+        let free = key_of(batch, &tree::tensors_of(batch), &rates);
+        let key = keyed(&free, &rates, &self.baked);
         let missing = StepError::GraphRequired {
             reason: FallbackReason::CaptureBusy,
         };
@@ -321,7 +359,7 @@ where
     M: Module,
     B: TensorTree,
     O: TensorTree,
-    F: Fn(&mut Training<M>, B, f64) -> O,
+    F: Fn(&mut Training<M>, B, StepRate) -> O,
 {
     /// A copy of the live model, the caller's own: validate it, save it, keep it. Later steps do not change it.
     pub fn model(&self) -> M {
@@ -329,12 +367,12 @@ where
     }
 }
 
-/// One eager call of the closure. A panic in it leaves the state as it was and goes on unwinding.
+/// One eager call of the closure, in the context that the caller entered. A panic in it leaves the state as it was and
+/// goes on unwinding.
 pub(crate) fn run_eager<S, B, O>(
     state: &mut S,
-    step: &impl Fn(&mut S, B, f64) -> O,
+    step: &impl Fn(&mut S, B, StepRate) -> O,
     batch: &B,
-    lr: f64,
 ) -> O
 where
     S: StepState,
@@ -343,7 +381,9 @@ where
     let backup = state.clone();
     let tensors = state::tensors_of(state);
     let batch = batch.clone();
-    match catch_unwind(AssertUnwindSafe(|| step(&mut *state, batch, lr))) {
+    match catch_unwind(AssertUnwindSafe(|| {
+        step(&mut *state, batch, StepRate::new())
+    })) {
         Ok(output) => output,
         Err(panic) => {
             *state = state::with_tensors(backup, &tensors);
@@ -352,13 +392,23 @@ where
     }
 }
 
-fn key_of<B: TensorTree>(batch: &B, tensors: &[AnyTensor], lr: f64) -> ShapeKey {
+/// The key of a call, but for the values of its rates.
+fn key_of<B: TensorTree>(batch: &B, tensors: &[AnyTensor], rates: &Rates) -> ShapeKey {
     let mut host = Vec::new();
     batch.visit_host_fields(&mut |field| host.push(field));
     ShapeKey {
         tensors: tensors.iter().map(AnyTensor::spec).collect(),
         host,
-        learning_rate_bits: lr.to_bits(),
+        rate_classes: rates.partition(),
+        learning_rate_bits: None,
+    }
+}
+
+/// `free`, with the values of the rates where its step uses them as numbers.
+fn keyed(free: &ShapeKey, rates: &Rates, baked: &HashSet<ShapeKey>) -> ShapeKey {
+    ShapeKey {
+        learning_rate_bits: baked.contains(free).then(|| rates.bits()),
+        ..free.clone()
     }
 }
 
@@ -470,7 +520,7 @@ fn blocked_by_state<S: StepState>(support: &Support, state: &S) -> Option<Fallba
             backend: reason.clone(),
         });
     }
-    let (mut index, mut found) = (0, None);
+    let (mut index, mut found) = (0, state.blocked());
     state.visit_state(&mut |tensor| {
         found = found.take().or_else(|| quantized("state", index, &tensor));
         index += 1;

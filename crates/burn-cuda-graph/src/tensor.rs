@@ -5,7 +5,7 @@
 //! gradient-checkpointing strategy), because a parameter that comes back without it stops training.
 
 use burn::backend::{DispatchTensor, TensorMetadata};
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
 /// The kind of a Burn tensor.
@@ -134,6 +134,53 @@ impl AnyTensor {
             TensorKind::Int => self.clone().into_int::<1>().device().inner(),
             TensorKind::Bool => self.clone().into_bool::<1>().device().inner(),
         }
+    }
+
+    /// `self + grad`, or `grad` where `fresh`, a `[1]` condition, holds.
+    pub(crate) fn accumulate(&self, grad: AnyTensor, fresh: &Tensor<1, Bool>) -> Self {
+        fn at<const D: usize>(
+            sum: Tensor<D>,
+            grad: Tensor<D>,
+            fresh: &Tensor<1, Bool>,
+        ) -> Tensor<D> {
+            let fresh = fresh.clone().reshape([1; D]).expand(grad.dims());
+            (sum + grad.clone()).mask_where(fresh, grad)
+        }
+        let (sum, rank) = (self.clone(), self.spec().shape.len());
+        macro_rules! ranks {
+            ($($rank:literal),*) => {
+                match rank {
+                    $($rank => Self::from_float(at::<$rank>(sum.into_float(), grad.into_float(), fresh)),)*
+                    _ => panic!("accumulate: a parameter of rank {rank}; up to 8 is supported"),
+                }
+            };
+        }
+        ranks!(1, 2, 3, 4, 5, 6, 7, 8)
+    }
+
+    /// The tensor on `device`, off the autodiff tape; itself when it is there.
+    pub(crate) fn to_device(&self, device: &Device) -> Self {
+        let inner = self.clone().inner();
+        match self.kind {
+            TensorKind::Float => Self::from_float(inner.into_float::<1>().to_device(device)),
+            TensorKind::Int => Self::from_int(inner.into_int::<1>().to_device(device)),
+            TensorKind::Bool => Self::from_bool(inner.into_bool::<1>().to_device(device)),
+        }
+    }
+
+    /// The values, read back.
+    ///
+    /// # Errors
+    ///
+    /// The device's words.
+    pub(crate) fn read(&self) -> Result<TensorData, String> {
+        let inner = self.clone().inner();
+        match self.kind {
+            TensorKind::Float => inner.into_float::<1>().try_into_data(),
+            TensorKind::Int => inner.into_int::<1>().try_into_data(),
+            TensorKind::Bool => inner.into_bool::<1>().try_into_data(),
+        }
+        .map_err(|err| err.to_string())
     }
 
     /// Whether the tensor is on `device`, with or without autodiff.

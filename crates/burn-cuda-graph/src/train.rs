@@ -1,6 +1,7 @@
 //! Models that implement `burn_train::TrainStep`.
 
 use crate::config::GraphConfig;
+use crate::context::StepRate;
 use crate::error::StepError;
 use crate::state::Training;
 use crate::step::GraphedStep;
@@ -10,7 +11,7 @@ use burn_train::TrainStep;
 
 /// The step of a [`TrainStep`] model, as [`GraphedStep::from_train_step`] makes it.
 pub type TrainStepFn<M> =
-    fn(&mut Training<M>, <M as TrainStep>::Input, f64) -> <M as TrainStep>::Output;
+    fn(&mut Training<M>, <M as TrainStep>::Input, StepRate) -> <M as TrainStep>::Output;
 
 impl<M> GraphedStep<Training<M>, M::Input, M::Output, TrainStepFn<M>>
 where

@@ -15,15 +15,47 @@
 mod adam;
 mod momentum;
 mod power;
+mod scaler;
 mod sgd;
 mod state;
 mod update;
 
 pub use adam::{Adam, AdamConfig, AdamLayout, AdamState};
+pub use scaler::{LossScaler, LossScalerConfig};
 pub use sgd::{Sgd, SgdConfig, SgdLayout, SgdState};
 pub use state::{Layout, Leaf, OptimizerState};
 
 pub(crate) use state::{StateData, Steps, ours, parameters, states, with_states};
+
+/// The configuration to import from here in place of the stock optimizer that `optimizer` is, told by what it keeps;
+/// `None` where it keeps nothing. Reads its tensors.
+pub(crate) fn replacement(optimizer: &ModuleOptimizer) -> Option<&'static str> {
+    let bytes = optimizer.into_bytes().ok()?;
+    let holds = |leaf: &str| {
+        bytes
+            .windows(leaf.len())
+            .any(|window| window == leaf.as_bytes())
+    };
+    let known = [
+        ("exp_avg_diff", "burn_cuda_graph::optim::AdanConfig"),
+        ("square_avg", "burn_cuda_graph::optim::RmsPropConfig"),
+        ("lr_decay", "burn_cuda_graph::optim::AdaGradConfig"),
+        ("second_moment", "burn_cuda_graph::optim::AdafactorConfig"),
+        (
+            "momentum.moment_1",
+            "burn_cuda_graph::optim::AdamConfig (or AdamWConfig)",
+        ),
+        ("moment_1", "burn_cuda_graph::optim::LambConfig"),
+        (
+            "momentum.velocity",
+            "burn_cuda_graph::optim::SgdConfig (or MuonConfig)",
+        ),
+        (".momentum", "burn_cuda_graph::optim::LionConfig"),
+    ];
+    known
+        .into_iter()
+        .find_map(|(leaf, name)| holds(leaf).then_some(name))
+}
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{ModuleOptimizer, Optimizer};

@@ -322,7 +322,7 @@ pub(crate) fn parameters<M: Module>(model: &M) -> Vec<(ParamId, String)> {
 /// Which parameters of `model` an optimizer of this crate updates. Runs nothing on the device.
 pub(crate) fn ours<M: Module>(optimizer: &ModuleOptimizer, model: &M) -> BTreeSet<u64> {
     // A record that names every parameter, its rank and its path comes from an optimizer that has met them all.
-    let model = model.valid();
+    let model = model.valid().train();
     let mut all = ModuleOptimizer::from(Bystander);
     let mut grads = Everything(GradientsParams::new());
     model.visit(&mut grads);
@@ -340,7 +340,7 @@ struct Everything(GradientsParams);
 
 impl ModuleVisitor for Everything {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.register(param.id, param.val());
+        self.0.register(param.id, param.val().inner());
     }
 }
 

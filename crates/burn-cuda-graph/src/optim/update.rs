@@ -155,7 +155,7 @@ impl<const D: usize, L: Layout> Update<D, L> {
         };
         let (steps, first) = match (&known.steps, on_device) {
             (_, Some(before)) => {
-                let first = before.clone().equal_elem(0.0);
+                let first = before.clone().equal_scalar(0.0);
                 (Steps::Device(before.add_scalar(1.0)), Some(first))
             }
             (Steps::Host(before), None) => (Steps::Host(before + 1), None),
