@@ -32,6 +32,7 @@ mod driver;
 mod engine;
 mod error;
 mod lifecycle;
+mod random;
 mod report;
 mod shape_key;
 mod state;
@@ -57,6 +58,9 @@ mod train;
 pub use config::{GraphConfig, Policy};
 pub use driver::tolerate_captures;
 pub use error::{FallbackReason, StepError};
+#[cfg(feature = "wgpu")]
+pub use random::wgpu_device;
+pub use random::{SetupError, device, register_random, with_random};
 pub use report::{EntryReport, Report};
 pub use shape_key::{HostField, ShapeKey};
 pub use state::{StepState, Training};
