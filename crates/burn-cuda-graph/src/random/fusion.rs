@@ -42,6 +42,18 @@ struct Tally {
     escaped: AtomicU32,
 }
 
+impl Tally {
+    fn escape(&self) {
+        if self.escaped.fetch_add(1, Ordering::Relaxed) == 0 {
+            log::warn!(
+                "a random operation of a step ran outside Burn's fusion and drew from Burn's own generator: its numbers \
+                 are not those of the step's key and count. A configured limit of the fusion search (max_explorations, \
+                 max_blocks) does this, and so may reading tensors in the middle of the step"
+            );
+        }
+    }
+}
+
 /// A scope that is open on a stream.
 struct Active {
     id: u64,
@@ -163,7 +175,7 @@ impl FusionObserver for Registrar {
         let mut draws = draws();
         for output in ran {
             if let Some(draw) = draws.take(output) {
-                draw.tally.escaped.fetch_add(1, Ordering::Relaxed);
+                draw.tally.escape();
             }
         }
     }
@@ -245,7 +257,7 @@ impl FusedOperation for RandomDraw {
         // The stream's scope may be on another device, and an empty tensor has nothing to draw.
         if draw.device != self.device || !kernel::supports(&output.shape, output.dtype) {
             if draw.device == self.device && output.shape.num_elements() > 0 {
-                draw.tally.escaped.fetch_add(1, Ordering::Relaxed);
+                draw.tally.escape();
             }
             return fallback(0).run(context);
         }

@@ -170,7 +170,11 @@ fn integer<E: Int>(
         } else {
             E::cast_from(top)
         };
-        top_value * E::from_int(65_536) * E::from_int(65_536) + E::cast_from(bottom)
+        // In halves: a cast to a wider signed integer may extend the sign of an unsigned word.
+        let bottom_high = E::cast_from(bottom >> 16u32);
+        let bottom_low = E::cast_from(bottom & 0xFFFFu32);
+        let shift = E::from_int(65_536);
+        (top_value * shift + bottom_high) * shift + bottom_low
     } else if comptime!(signed) {
         E::cast_from(i32::cast_from(bottom))
     } else {
