@@ -85,7 +85,7 @@ impl SetupError {
 /// Have the random operations of graphed steps draw new numbers at every replay.
 ///
 /// Does not touch the generator outside graphed steps. Call it at the start of the program, or get the device from
-/// [`device`] or [`wgpu_device`], which do. Later calls change nothing. Without a graph backend (features `cuda`,
+/// [`device`] or `wgpu_device`, which do. Later calls change nothing. Without a graph backend (features `cuda`,
 /// `wgpu`) there is nothing to register and nothing to be replayed.
 ///
 /// # Errors
@@ -152,7 +152,9 @@ pub fn wgpu_device(kind: burn::tensor::DeviceKind) -> Result<Device, SetupError>
 ///
 /// # State
 ///
-/// Leaves Burn's generator where it was: the numbers of later operations do not depend on `f`.
+/// Leaves Burn's generator where it was: the numbers of later operations do not depend on `f`. The exception is an
+/// operation that Burn's fusion runs without offering it to us, which reading tensors in the middle of `f` may cause;
+/// it draws from Burn's generator, and a warning is logged.
 pub fn with_random<R>(device: &Device, key: u64, step: u64, f: impl FnOnce() -> R) -> R {
     #[cfg(feature = "cubecl-backend")]
     let _scope = cube_device(device)
