@@ -26,16 +26,26 @@ pub enum FallbackReason {
         /// The device, and what it lacks.
         backend: String,
     },
-    /// The step draws random numbers, whose seed a recording would freeze.
+    /// The step draws random numbers from Burn's generator, whose seed a recording would freeze.
     #[error(
-        "the step draws random numbers ({operation}, shape {shape:?}): a replay would draw the same ones each time; \
-         draw them outside the step and pass them in the batch, or remove the dropout or noise layer"
+        "the step draws random numbers ({operation}, shape {shape:?}) and the generator that replays can follow is not \
+         registered: open the device with burn_cuda_graph::device(..) (or call register_random()) at the start of the \
+         program, before the first tensor operation"
     )]
     RandomOperation {
         /// The operation.
         operation: String,
         /// Shape of its output.
         shape: Vec<usize>,
+    },
+    /// Some of the step's random draws ran on Burn's generator all the same.
+    #[error(
+        "Burn's fusion ran {draws} of the step's random draws by themselves, on its own generator: a replay would repeat \
+         them; a step that goes on doing this draws its numbers better outside, and gets them in the batch"
+    )]
+    RandomEscaped {
+        /// Draws.
+        draws: u32,
     },
     /// A host scalar of an operation changes from step to step, and a recording would freeze it.
     #[error(
@@ -181,6 +191,7 @@ impl FallbackReason {
             FallbackReason::WarmingUp { .. } => "warming-up",
             FallbackReason::Unsupported { .. } => "unsupported",
             FallbackReason::RandomOperation { .. } => "random-operation",
+            FallbackReason::RandomEscaped { .. } => "random-escaped",
             FallbackReason::MovingScalar { .. } => "moving-scalar",
             FallbackReason::StockOptimizer { .. } => "stock-optimizer",
             FallbackReason::LearningRateMoved { .. } => "learning-rate-moved",

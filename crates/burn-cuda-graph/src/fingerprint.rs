@@ -89,6 +89,8 @@ pub(crate) struct Fingerprint {
     pub rates: Vec<f64>,
     /// The step asked for its rate as a number.
     pub rate_read: bool,
+    /// Random draws that ran on Burn's generator.
+    pub escaped: u32,
     /// What to import in place of a stock optimizer that keeps tensors.
     pub replacement: Option<String>,
     never: Option<FallbackReason>,
@@ -133,6 +135,7 @@ impl Fingerprint {
             host: Vec::new(),
             rates: Vec::new(),
             rate_read: false,
+            escaped: 0,
             replacement: None,
             never,
         }
@@ -148,6 +151,9 @@ impl Fingerprint {
             let after = base(now);
             let before = before.map_or(after, base);
             return Verdict::RateBaked { before, after };
+        }
+        if now.escaped > 0 {
+            return Verdict::Differs(FallbackReason::RandomEscaped { draws: now.escaped });
         }
         let Some(before) = before else {
             return Verdict::First;
@@ -306,7 +312,9 @@ fn refused(operation: &OperationIr) -> Option<FallbackReason> {
     match operation {
         OperationIr::Float(_, FloatOperationIr::Random(_))
         | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_))
-        | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_)) => {
+        | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_))
+            if !crate::random::registered() =>
+        {
             Some(FallbackReason::RandomOperation {
                 operation: name(operation),
                 shape: shape(),

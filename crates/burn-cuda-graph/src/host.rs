@@ -12,6 +12,7 @@ use crate::error::{FallbackReason, Mismatch, StepError};
 use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
+use crate::random::{self, DrawScope};
 use crate::scalars::{self, DeviceScalars, SharedScalars};
 use crate::shape_key::{HostField, ShapeKey};
 use crate::state::{self, StepState};
@@ -521,14 +522,28 @@ where
         }
     }
 
-    /// One eager step, and the context as it left it.
-    fn run_eager(&mut self, mode: Mode) -> (O, Context) {
+    /// One eager step, the context as it left it, and the scope of its random draws, which some of them may still need.
+    fn run_eager(&mut self, mode: Mode) -> (O, Context, Option<DrawScope>) {
+        let scope = match &self.core.pool {
+            // In a buffer of its own: the draws may run when a later step has begun.
+            Some(pool) if random::registered() => {
+                let bytes: Vec<u8> = self
+                    .random
+                    .iter()
+                    .flat_map(|word| word.to_le_bytes())
+                    .collect();
+                DrawScope::open(&self.core.device, pool.client.create_from_slice(&bytes))
+            }
+            _ => None,
+        };
         let source = match mode {
             Mode::Plain => None,
             _ => self.core.slot_source(),
         };
         let context = Context::new(mode, self.rates.clone(), source);
-        context::enter(context, || run_eager(self.state, self.step, self.batch))
+        let run = || run_eager(self.state, self.step, self.batch);
+        let (output, context) = context::enter(context, run);
+        (output, context, scope)
     }
 
     fn wait_if_timed(&self) -> Result<(), StepError> {
@@ -547,17 +562,18 @@ where
         let clocks = clocks_of(self.state);
         let step_end = self.core.pool.as_ref().map(|pool| pool.step_end(&before));
         let recorder = Arc::new(Recorder::default());
-        let (output, context, launches) = {
+        let (output, context, escaped, launches) = {
             let _operations = FusionObservation::new(recorder.clone());
             let _launches = LaunchObservation::new(recorder.clone());
-            let (output, context) = self.run_eager(Mode::Watched);
+            let (output, context, draws) = self.run_eager(Mode::Watched);
             self.state.settle();
             drop(step_end);
             if let Some(pool) = &self.core.pool {
                 pool.drain();
                 pool.settle_queue();
             }
-            (output, context, recorder.launches())
+            let escaped = draws.map_or(0, |draws| draws.escaped());
+            (output, context, escaped, recorder.launches())
         };
         let after = state::tensors_of(self.state);
         let step = Observed {
@@ -573,6 +589,7 @@ where
             &context,
             Some(launches),
         );
+        fingerprint.escaped = escaped;
         fingerprint.replacement = self.state.replacement();
         Ok((output, fingerprint))
     }
@@ -631,6 +648,12 @@ where
         let backup = self.state.clone();
         let tracked = !self.baked.contains(self.key);
         let source = self.core.slot_source();
+        let random = self
+            .core
+            .scalars
+            .as_ref()
+            .map(|scalars| scalars::lock(scalars).random());
+        let device_of_draws = self.core.device.clone();
         let Some(pool) = self.core.pool.as_mut() else {
             return Ok(Attempt::Busy);
         };
@@ -706,6 +729,7 @@ where
             let pool = self.core.pool.as_ref();
             let context = Context::new(Mode::Recording { tracked }, self.rates.clone(), source);
             catch_unwind(AssertUnwindSafe(|| -> Result<(O, Recorded), String> {
+                let draws = random.and_then(|random| DrawScope::open(&device_of_draws, random));
                 let (output, context) =
                     context::enter(context, || step(state, static_batch, StepRate::new()));
                 let after = state::tensors_of(state);
@@ -759,7 +783,10 @@ where
                 });
                 Pinned::hold(tree::tensors_of(&output))?;
                 owned.write(&after)?;
-                Ok((output, recorded))
+                match draws.map_or(0, |draws| draws.escaped()) {
+                    0 => Ok((output, recorded)),
+                    draws => Err(FallbackReason::RandomEscaped { draws }.to_string()),
+                }
             }))
         };
         let sealed = window.seal();

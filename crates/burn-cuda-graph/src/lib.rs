@@ -34,6 +34,7 @@ mod engine;
 mod error;
 mod lifecycle;
 pub mod optim;
+mod random;
 mod report;
 mod shape_key;
 mod state;
@@ -62,6 +63,9 @@ pub use config::{GraphConfig, Policy};
 pub use context::{LearningRates, StepRate};
 pub use driver::tolerate_captures;
 pub use error::{FallbackReason, Mismatch, StepError};
+#[cfg(feature = "wgpu")]
+pub use random::wgpu_device;
+pub use random::{SetupError, device, register_random, with_random};
 pub use report::{EntryReport, Report};
 pub use shape_key::{HostField, ShapeKey};
 pub use state::{StepState, Training};

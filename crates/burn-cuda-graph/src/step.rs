@@ -5,6 +5,7 @@ use crate::context::{LearningRates, Rates, StepRate};
 use crate::engine::Engine;
 use crate::error::{FallbackReason, StepError};
 use crate::host::{Fingerprint, Host, HostCore, Sealed};
+use crate::random;
 use crate::report::Report;
 use crate::shape_key::ShapeKey;
 use crate::state::{self, StepState, Training};
@@ -87,8 +88,10 @@ pub struct GraphedStep<S, B, O, F> {
     parameters: Vec<(ParamId, String)>,
     /// Keys whose steps use their rates as numbers.
     baked: HashSet<ShapeKey>,
-    /// Steps taken.
+    /// Steps taken, and by an earlier run before.
     steps: u64,
+    /// The key of the step's random numbers.
+    random_key: u64,
     batch: core::marker::PhantomData<fn(B)>,
 }
 
@@ -119,11 +122,19 @@ where
         let support = support(&device);
         let core = HostCore::new(&device, &support);
         let state = taken_over(state, &core)?;
+        let random_key = match (&support, random::registered()) {
+            (Support::None { .. }, _) | (_, false) => 0,
+            _ => random::key_from_device(&device).map_err(|detail| StepError::Device {
+                doing: "drawing the key of the random numbers".into(),
+                detail,
+            })?,
+        };
         Ok(Self {
             blocked: blocked_by_state(&support, &state),
             parameters: state.parameters(),
             baked: HashSet::new(),
             steps: 0,
+            random_key,
             state,
             step,
             core,
@@ -170,6 +181,7 @@ where
             core,
             baked,
             steps,
+            random_key,
             ..
         } = self;
         let stream = core.stream();
@@ -194,7 +206,7 @@ where
                 rates: &rates,
                 key: &free,
                 baked,
-                random: [0; 4],
+                random: random::params(*random_key, *steps),
                 verify_tolerance: engine.config().verify_tolerance,
                 synced,
                 output: core::marker::PhantomData,
@@ -336,6 +348,32 @@ where
                 key: Box::new(key),
                 detail,
             })
+    }
+
+    /// Give the step's random numbers another key, as if `Device::seed` had been called before the step was made. Graphs
+    /// follow.
+    ///
+    /// Where [`register_random`](crate::register_random) was called, the random operations of a step draw numbers that
+    /// depend on this key, on the count of steps, on the place of the operation in the step and on the element. The key
+    /// is drawn from the device's generator when the step is made, so [`Device::seed`] before that decides it.
+    pub fn seed(&mut self, key: u64) {
+        self.random_key = key;
+    }
+
+    /// The key of the step's random numbers: what a checkpoint keeps for [`seed`](Self::seed).
+    pub fn random_key(&self) -> u64 {
+        self.random_key
+    }
+
+    /// Steps taken, those of [`resume_at`](Self::resume_at) included: what a checkpoint keeps for it.
+    pub fn steps_taken(&self) -> u64 {
+        self.steps
+    }
+
+    /// Count `steps` as taken before, so that a resumed run draws the random numbers that the interrupted one would have
+    /// drawn. Its key is set with [`seed`](Self::seed).
+    pub fn resume_at(&mut self, steps: u64) {
+        self.steps = steps;
     }
 
     /// What happened so far.
