@@ -283,3 +283,87 @@ fn case_04_sgd_follows_a_moving_rate() {
         || burn::optim::SgdConfig::new().init(),
     )
 }
+
+#[test]
+#[serial]
+fn case_01_dropout_draws_new_masks() {
+    state_bodies::dropout_draws_new_masks(&device(), 200)
+}
+
+#[test]
+#[serial]
+fn case_02_noise_in_the_step() {
+    state_bodies::noise_in_the_step(&device(), 100)
+}
+
+#[test]
+#[serial]
+fn a_seed_decides_the_run() {
+    state_bodies::a_seed_decides_the_run(&device())
+}
+
+#[test]
+#[serial]
+fn case_04_a_schedule_replays() {
+    state_bodies::a_schedule_replays(&device())
+}
+
+#[test]
+#[serial]
+fn rates_by_group_replay() {
+    state_bodies::rates_by_group_replay(&device())
+}
+
+#[test]
+#[serial]
+fn scaled_and_read_rates() {
+    state_bodies::scaled_and_read_rates(&device())
+}
+
+#[test]
+#[serial]
+fn case_05_changed_hyper_parameters() {
+    state_bodies::changed_hyper_parameters(&device())
+}
+
+#[test]
+#[serial]
+fn case_09_accumulation_replays() {
+    state_bodies::accumulation_replays(&device())
+}
+
+#[test]
+#[serial]
+fn case_11_checkpoints_resume() {
+    state_bodies::checkpoints_resume(&device(), "adam")
+}
+
+#[test]
+#[serial]
+fn random_numbers_resume() {
+    state_bodies::random_numbers_resume(&device())
+}
+
+#[test]
+#[serial]
+fn case_20_an_overflow_is_skipped() {
+    state_bodies::an_overflow_is_skipped(&device(), "adam", 0.0)
+}
+
+#[test]
+#[serial]
+fn verification_finds_a_frozen_value() {
+    state_bodies::verification_finds_a_frozen_value(&device())
+}
+
+#[test]
+#[serial]
+fn parameters_without_gradients() {
+    state_bodies::parameters_without_gradients(&device())
+}
+
+#[test]
+#[serial]
+fn case_03_every_optimizer_replays() {
+    state_bodies::every_optimizer_replays(&device(), &state_bodies::OPTIMIZERS, 12)
+}

@@ -7,6 +7,7 @@
 #![allow(dead_code)]
 
 pub mod bodies;
+pub mod state_bodies;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -36,6 +37,10 @@ impl Mlp {
     }
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         self.output.forward(relu(self.hidden.forward(x)))
+    }
+    pub fn output_ids(&self) -> Vec<ParamId> {
+        let bias = self.output.bias.as_ref().expect("has a bias");
+        vec![self.output.weight.id, bias.id]
     }
     pub fn output_bias(&self) -> Tensor<1> {
         self.output.bias.as_ref().expect("has a bias").val().inner()
@@ -154,7 +159,7 @@ pub fn value(loss: &Tensor<1>) -> f32 {
 /// Plain Burn.
 pub struct Eager<M> {
     pub model: M,
-    optimizer: ModuleOptimizer,
+    pub optimizer: ModuleOptimizer,
     loss: CrossEntropyLoss,
 }
 
