@@ -34,6 +34,8 @@ mod power;
 mod rmsprop;
 mod sgd;
 mod state;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 mod update;
 
 pub use adafactor::{Adafactor, AdafactorConfig, AdafactorLayout, AdafactorState};

@@ -250,11 +250,11 @@ impl<const D: usize, L: Layout> Update<D, L> {
         slot.map_or(Scalar::Host(plain), Scalar::Device)
     }
 
-    /// A tensor of the state before the step.
+    /// A tensor of the state before the step, in the type of the update: a record is loaded in the device's default type.
     fn old(&self, leaf: &'static str) -> Option<Tensor<D>> {
         let leaves = self.old.as_ref().map(|data| &data.leaves)?;
         let found = leaves.iter().find(|(name, _)| *name == leaf);
-        found.map(|(_, tensor)| tensor.clone().into_float::<D>())
+        found.map(|(_, tensor)| cast(tensor.clone().into_float::<D>(), self.dtype))
     }
 
     /// What the update takes from a tensor of the state as it was before the step: `first` where there is none yet, else
