@@ -157,8 +157,10 @@ impl Adafactor {
         if D < 2 {
             return grad.div(average(SECOND_MOMENT, squared).sqrt());
         }
-        let row = average(SECOND_MOMENT, squared.clone().mean_dim(D - 1));
-        let column = average(COLUMN_SECOND_MOMENT, squared.mean_dim(D - 2));
+        // Both means before either average, as Burn: fusion compiles by order, and its kernels round by what is in them.
+        let (row, column) = (squared.clone().mean_dim(D - 1), squared.mean_dim(D - 2));
+        let row = average(SECOND_MOMENT, row);
+        let column = average(COLUMN_SECOND_MOMENT, column);
         // The row's factor by itself first: the product of two small moments could vanish.
         let row_scale = row.clone().div(row.mean_dim(D - 2)).sqrt();
         grad.div(row_scale).div(column.sqrt())
