@@ -3,11 +3,14 @@
 mod common;
 
 use burn::tensor::Device;
-use common::{BnNet, Mlp, bodies};
+use common::{BnNet, Mlp, bodies, state_bodies};
 use serial_test::serial;
 
 fn device() -> Device {
-    let device = Device::cuda(0);
+    let device = match common::unregistered() {
+        true => Device::cuda(0),
+        false => burn_cuda_graph::device(0).expect("no operation ran before"),
+    };
     assert_eq!(
         burn_cuda_graph::support(&device),
         burn_cuda_graph::Support::Hardware

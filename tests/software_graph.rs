@@ -4,11 +4,14 @@
 mod common;
 
 use burn::tensor::Device;
-use common::{BnNet, Mlp, bodies};
+use common::{BnNet, Mlp, bodies, state_bodies};
 use serial_test::serial;
 
 fn device() -> Device {
-    let device = Device::wgpu(Default::default());
+    let device = match common::unregistered() {
+        true => Device::wgpu(Default::default()),
+        false => burn_cuda_graph::wgpu_device(Default::default()).expect("no operation ran before"),
+    };
     assert_eq!(
         burn_cuda_graph::support(&device),
         burn_cuda_graph::Support::Software

@@ -318,6 +318,27 @@ pub fn launches(device: &Device, f: impl FnOnce()) -> u64 {
 /// Set in the environment of a process that [`in_a_cold_process`] started.
 pub const COLD_PROCESS: &str = "BURN_CUDA_GRAPH_TESTS_COLD_PROCESS";
 
+/// Set in the environment of a process whose random numbers are Burn's.
+const WITHOUT_RANDOM: &str = "BURN_CUDA_GRAPH_TESTS_WITHOUT_RANDOM";
+
+/// Whether this process is to leave the generator of replays unregistered.
+pub fn unregistered() -> bool {
+    std::env::var_os(WITHOUT_RANDOM).is_some()
+}
+
+/// Run the named test of this binary in a process that does not register the generator of replays.
+pub fn in_a_process_without_random(test: &str) {
+    let output = std::process::Command::new(std::env::current_exe().expect("this binary"))
+        .args(["--exact", test, "--nocapture"])
+        .env(WITHOUT_RANDOM, "1")
+        .output()
+        .expect("the process starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}\n{errors}");
+    assert!(text.contains("1 passed"), "{text}");
+}
+
 /// Run the named test of this binary in a process of its own, with CubeCL's caches in an empty folder.
 pub fn in_a_cold_process(test: &str) {
     let home = std::env::temp_dir().join(format!("cold-process-{}", std::process::id()));

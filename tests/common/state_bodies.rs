@@ -61,7 +61,11 @@ pub fn optimizer(name: &str) -> (ModuleOptimizer, ModuleOptimizer) {
         "sgd" => pair!(SgdConfig),
         "sgd-momentum" => pair!(SgdConfig.with_momentum(momentum(false))),
         "sgd-nesterov-decay" => {
-            pair!(SgdConfig.with_momentum(momentum(true)).with_weight_decay(decay()))
+            pair!(
+                SgdConfig
+                    .with_momentum(momentum(true))
+                    .with_weight_decay(decay())
+            )
         }
         "adam" => pair!(AdamConfig),
         "adam-amsgrad-decay-clip" => pair!(
@@ -120,11 +124,7 @@ pub fn muon<M: Module>(model: &M) -> (ModuleOptimizer, ModuleOptimizer) {
     let group = || ParamGroup::from_ids(matrices.0.clone());
     (
         (ours::SgdConfig::new().init()).with_group(group(), ours::MuonConfig::new().build(), None),
-        (SgdConfig::new().init()).with_group(
-            group(),
-            burn::optim::MuonConfig::new().build(),
-            None,
-        ),
+        (SgdConfig::new().init()).with_group(group(), burn::optim::MuonConfig::new().build(), None),
     )
 }
 
@@ -332,7 +332,11 @@ pub fn rates_by_group_replay(device: &Device) {
         let scheduler = || ModuleLrScheduler::new(0.02).with_group(group(), 0.005);
         for index in 0..10 {
             // The base rate moves, the group's does not; in step 7 they meet.
-            let base = if index == 7 { 0.005 } else { 0.02 / (1.0 + index as f64) };
+            let base = if index == 7 {
+                0.005
+            } else {
+                0.02 / (1.0 + index as f64)
+            };
             let mut schedule = scheduler();
             if index > 0 {
                 schedule = ModuleLrScheduler::new(base).with_group(group(), 0.005);
@@ -507,7 +511,10 @@ pub fn checkpoints_resume(device: &Device, name: &str) {
         // Ours into plain Burn.
         let fresh = Mlp::make(&pair.device);
         pair.model = fresh.load_record(saved.0);
-        pair.optimizer = optimizer(name).1.from_bytes(saved.1).expect("Burn reads it");
+        pair.optimizer = optimizer(name)
+            .1
+            .from_bytes(saved.1)
+            .expect("Burn reads it");
         // Plain Burn's into ours.
         let model = Mlp::make(&pair.device).load_record(theirs.0);
         let loaded = optimizer(name).0.from_bytes(theirs.1).expect("we read it");
@@ -629,12 +636,7 @@ pub fn an_overflow_is_skipped(device: &Device, name: &str, tolerance: f32) {
 }
 
 #[track_caller]
-fn near(
-    ours: &[Vec<u32>],
-    theirs: &[Vec<u32>],
-    tolerance: f32,
-    when: impl core::fmt::Display,
-) {
+fn near(ours: &[Vec<u32>], theirs: &[Vec<u32>], tolerance: f32, when: impl core::fmt::Display) {
     let pairs = ours.iter().flatten().zip(theirs.iter().flatten());
     let largest = pairs
         .map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs())
@@ -741,8 +743,13 @@ pub fn parameters_without_gradients(device: &Device) {
         assert!(replayed >= 8, "{replayed}");
         // The counters are in the record.
         let (ours, burns) = (step.state(), theirs.into_bytes().expect("bytes"));
-        let reloaded = optimizer("adam").1.from_bytes(ours.optimizer().into_bytes().expect("bytes"));
-        let reloaded = reloaded.expect("Burn reads it").into_bytes().expect("bytes");
+        let reloaded = optimizer("adam")
+            .1
+            .from_bytes(ours.optimizer().into_bytes().expect("bytes"));
+        let reloaded = reloaded
+            .expect("Burn reads it")
+            .into_bytes()
+            .expect("bytes");
         assert_eq!(sorted(&reloaded), sorted(&burns));
     }
 }

@@ -11,16 +11,44 @@
 //! use burn_cuda_graph::optim::AdamConfig; // in place of burn::optim::AdamConfig
 //! let optimizer = AdamConfig::new().with_epsilon(1e-8).init();
 //! ```
+//!
+//! Where Burn clips by the norm of one parameter's gradient, [`clip_by_global_norm`] clips by that of all of them.
+//!
+//! # Not here
+//!
+//! Burn's [`LBFGS`](burn::optim::LBFGS). Its line search runs forward and backward as often as the losses that it reads
+//! on the host demand, and reads inner products of its history there, so one step has no fixed sequence of operations
+//! to record. Outside a graphed step use Burn's.
 
+mod adafactor;
+mod adagrad;
 mod adam;
+mod adamw;
+mod adan;
+mod clip;
+mod lamb;
+mod lion;
 mod momentum;
+mod muon;
 mod power;
+mod rmsprop;
 mod scaler;
 mod sgd;
 mod state;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 mod update;
 
+pub use adafactor::{Adafactor, AdafactorConfig, AdafactorLayout, AdafactorState};
+pub use adagrad::{AdaGrad, AdaGradConfig, AdaGradLayout, AdaGradState};
 pub use adam::{Adam, AdamConfig, AdamLayout, AdamState};
+pub use adamw::{AdamW, AdamWConfig, AdamWState};
+pub use adan::{Adan, AdanConfig, AdanLayout, AdanState};
+pub use clip::clip_by_global_norm;
+pub use lamb::{Lamb, LambConfig, LambLayout, LambState};
+pub use lion::{Lion, LionConfig, LionLayout, LionState};
+pub use muon::{Muon, MuonConfig, MuonLayout, MuonState};
+pub use rmsprop::{RmsProp, RmsPropConfig, RmsPropLayout, RmsPropState};
 pub use scaler::{LossScaler, LossScalerConfig};
 pub use sgd::{Sgd, SgdConfig, SgdLayout, SgdState};
 pub use state::{Layout, Leaf, OptimizerState};
@@ -60,6 +88,7 @@ pub(crate) fn replacement(optimizer: &ModuleOptimizer) -> Option<&'static str> {
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{ModuleOptimizer, Optimizer};
 use burn::tensor::Tensor;
+use update::{Scalar, Update};
 
 /// The optimizer of a whole module, with gradient clipping where it is configured.
 fn with_clipping(
@@ -79,4 +108,30 @@ fn decayed<const D: usize>(grad: Tensor<D>, param: &Tensor<D>, penalty: Option<f
         Some(penalty) => param.clone().mul_scalar(penalty).add(grad),
         None => grad,
     }
+}
+
+/// `param` after decoupled weight decay: times `1 - lr * decay`.
+///
+/// Burn's AdamW, Adan and Lion leave the product out in a step whose rate is zero. It is there in every step here, since
+/// what runs must not depend on the value of a rate, and the bits are the same: a factor of one changes none.
+fn shrunk<const D: usize, L: Layout>(
+    update: &Update<D, L>,
+    param: Tensor<D>,
+    decay: f32,
+) -> Tensor<D> {
+    let kept = update.rate("kept", move |lr| 1.0 - lr * f64::from(decay));
+    kept.times(param)
+}
+
+/// `1 - beta^steps`: what a moving average that began at zero is divided by.
+fn correction<const D: usize, L: Layout>(
+    update: &Update<D, L>,
+    name: &'static str,
+    beta: f32,
+) -> Scalar {
+    update.timed(
+        name,
+        move |_, steps| f64::from(1.0 - beta.powi(steps as i32)),
+        |time| -time.power(beta) + 1.0,
+    )
 }

@@ -10,7 +10,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{
     GradientsParams, LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource,
 };
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, TensorData};
 use core::marker::PhantomData;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -192,17 +192,28 @@ impl<const D: usize, L: Layout> RecordState for OptimizerState<D, L> {
             Built::Nothing => return None,
             Built::State(data) => return Some(Self::new(*data)),
         }
-        let mut leaves = Vec::new();
+        let mut found = Vec::new();
         for spec in L::LEAVES {
             match src.take_tensor(prefix, spec.name) {
-                Some(data) => leaves.push((
-                    spec.name,
-                    AnyTensor::from_float(Tensor::<D>::from_data(data, device)),
-                )),
+                Some(data) => found.push((spec, data)),
                 None if spec.required => return None,
                 None => {}
             }
         }
+        // A leaf that only repeats another one is not held: flattening repeats it again.
+        let repeats = |spec: &Leaf, data: &TensorData| {
+            found.iter().any(|(of, original)| {
+                spec.alias == Some(of.name)
+                    && data.shape() == original.shape()
+                    && data.dtype() == original.dtype()
+                    && data.as_bytes() == original.as_bytes()
+            })
+        };
+        let held = |(spec, data): &(&Leaf, TensorData)| {
+            let tensor = || AnyTensor::from_float(Tensor::<D>::from_data(data.clone(), device));
+            (!repeats(spec, data)).then(|| (spec.name, tensor()))
+        };
+        let leaves = found.iter().filter_map(held).collect();
         let steps = match L::TIME {
             Some(time) => usize::try_from(src.take_scalar(prefix, time)?).ok()? as u64,
             None => 1,

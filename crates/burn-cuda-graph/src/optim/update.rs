@@ -84,8 +84,25 @@ pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D>
 }
 
 /// A `[1]` condition over the shape of `like`.
-fn spread<const D: usize>(condition: &Tensor<1, Bool>, like: &Tensor<D>) -> Tensor<D, Bool> {
+pub(super) fn spread<const D: usize>(
+    condition: &Tensor<1, Bool>,
+    like: &Tensor<D>,
+) -> Tensor<D, Bool> {
     condition.clone().reshape([1; D]).expand(like.dims())
+}
+
+/// `first` where `is_first` holds, else `next` of `old`; and `old`, which is zero where there is none.
+fn pick<const D: usize>(
+    is_first: &Tensor<1, Bool>,
+    old: Option<Tensor<D>>,
+    first: impl FnOnce() -> Tensor<D>,
+    next: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> (Tensor<D>, Tensor<D>) {
+    let first = first();
+    let old = old.unwrap_or_else(|| first.zeros_like());
+    let next = next(old.clone());
+    let is_first = spread(is_first, &first);
+    (next.mask_where(is_first, first), old)
 }
 
 /// The device's step count, for scalars that are computed there.
@@ -233,6 +250,30 @@ impl<const D: usize, L: Layout> Update<D, L> {
         slot.map_or(Scalar::Host(plain), Scalar::Device)
     }
 
+    /// A tensor of the state before the step, in the type of the update: a record is loaded in the device's default type.
+    fn old(&self, leaf: &'static str) -> Option<Tensor<D>> {
+        let leaves = self.old.as_ref().map(|data| &data.leaves)?;
+        let found = leaves.iter().find(|(name, _)| *name == leaf);
+        found.map(|(_, tensor)| cast(tensor.clone().into_float::<D>(), self.dtype))
+    }
+
+    /// What the update takes from a tensor of the state as it was before the step: `first` where there is none yet, else
+    /// `next` of it. Changes nothing; to be asked for before the tensor evolves.
+    ///
+    /// With the step count on the device both are computed, and the device picks.
+    pub fn read(
+        &self,
+        leaf: &'static str,
+        first: impl FnOnce() -> Tensor<D>,
+        next: impl FnOnce(Tensor<D>) -> Tensor<D>,
+    ) -> Tensor<D> {
+        match (&self.first, self.old(leaf)) {
+            (None, None) => first(),
+            (None, Some(old)) => next(old),
+            (Some(is_first), old) => pick(is_first, old, first, next).0,
+        }
+    }
+
     /// The new value of a tensor of the state: `first` of it where there is none yet, else `next` of the old one.
     ///
     /// With the step count on the device both are computed, and the device picks.
@@ -242,11 +283,7 @@ impl<const D: usize, L: Layout> Update<D, L> {
         first: impl FnOnce() -> Tensor<D>,
         next: impl FnOnce(Tensor<D>) -> Tensor<D>,
     ) -> Tensor<D> {
-        let old = self.old.as_ref().and_then(|data| {
-            let found = data.leaves.iter().find(|(name, _)| *name == leaf);
-            found.map(|(_, tensor)| tensor.clone().into_float::<D>())
-        });
-        let (new, kept) = match (&self.first, old) {
+        let (new, kept) = match (&self.first, self.old(leaf)) {
             (None, None) => {
                 let new = first();
                 (new.clone(), new)
@@ -260,11 +297,7 @@ impl<const D: usize, L: Layout> Update<D, L> {
                 (new.clone(), new)
             }
             (Some(is_first), old) => {
-                let first = first();
-                let old = old.unwrap_or_else(|| first.zeros_like());
-                let next = next(old.clone());
-                let is_first = spread(is_first, &first);
-                let new = next.mask_where(is_first, first);
+                let (new, old) = pick(is_first, old, first, next);
                 let kept = match &self.skip {
                     Some((skip, _)) => {
                         let skip = spread(skip, &new);
