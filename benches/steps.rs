@@ -26,6 +26,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepPath, StepRate, Training, support};
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
+use burn_cuda_graph_suite::environment::Environment;
 use burn_cuda_graph_suite::models::{Mlp, MlpConfig, ResNet18, ResNet18Config};
 use clap::Parser;
 use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
@@ -114,15 +115,8 @@ struct Memory {
 
 #[derive(Serialize)]
 struct Results {
-    card: String,
-    driver: String,
-    device: String,
-    graph: String,
-    burn: &'static str,
-    cubecl: &'static str,
-    commit: String,
-    command: String,
-    date: String,
+    #[serde(flatten)]
+    environment: Environment,
     rows: Vec<Row>,
 }
 
@@ -432,15 +426,6 @@ fn measure<M: Case>(
     })
 }
 
-fn output_of(program: &str, args: &[&str]) -> Option<String> {
-    let output = std::process::Command::new(program)
-        .args(args)
-        .output()
-        .ok()?;
-    let text = String::from_utf8(output.stdout).ok()?.trim().to_string();
-    (output.status.success() && !text.is_empty()).then_some(text)
-}
-
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     env_logger::init();
     let mut args = Args::parse();
@@ -450,17 +435,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (device, why) = device::open(args.device)?;
     println!("{why}; {}", support(&device));
     let device = device.autodiff();
-    let smi = output_of(
-        "nvidia-smi",
-        &["--query-gpu=name,driver_version", "--format=csv,noheader"],
-    );
-    let (card, driver) = match smi
-        .as_deref()
-        .and_then(|line| line.lines().next()?.split_once(", "))
-    {
-        Some((card, driver)) => (card.to_string(), driver.to_string()),
-        None => ("none".to_string(), "none".to_string()),
-    };
     println!(
         "{:<16} {:>9} {:>9} {:>9} {:>7} | {:>9} {:>9} {:>9} | {:>8} {:>9} {:>8} {:>9}  equal",
         "step",
@@ -529,21 +503,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         rows.push(row);
     }
     if let Some(path) = &args.json {
-        let results = Results {
-            card,
-            driver,
-            device: format!("{:?}", device.clone().inner()),
-            graph: support(&device).to_string(),
-            burn: "0.22.1",
-            cubecl: "0.11.3",
-            commit: std::env::var("COMMIT")
-                .ok()
-                .or_else(|| output_of("git", &["rev-parse", "--short", "HEAD"]))
-                .unwrap_or_else(|| "unknown".to_string()),
-            command: std::env::args().skip(1).collect::<Vec<_>>().join(" "),
-            date: output_of("date", &["-u", "+%Y-%m-%d"]).unwrap_or_default(),
-            rows,
-        };
+        let graph = support(&device).to_string();
+        let environment = Environment::of(&device, graph);
+        let results = Results { environment, rows };
         std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
         println!("written to {}", path.display());
     }

@@ -8,6 +8,7 @@
 
 pub mod data;
 pub mod device;
+pub mod environment;
 pub mod models;
 
 #[cfg(any(feature = "cuda", feature = "wgpu", feature = "download"))]

@@ -1,6 +1,8 @@
 //! Tier 2: the same bodies on CUDA. With the feature on, a missing device fails.
 
 mod common;
+#[path = "common/random_bodies.rs"]
+mod random_bodies;
 
 use burn::tensor::Device;
 use common::{BnNet, Mlp, bodies, state_bodies};
@@ -19,3 +21,4 @@ fn device() -> Device {
 }
 
 include!("common/list.rs");
+include!("common/random_list.rs");

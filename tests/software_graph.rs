@@ -2,6 +2,8 @@
 #![cfg(feature = "wgpu")]
 
 mod common;
+#[path = "common/random_bodies.rs"]
+mod random_bodies;
 
 use burn::tensor::Device;
 use common::{BnNet, Mlp, bodies, state_bodies};
@@ -20,3 +22,4 @@ fn device() -> Device {
 }
 
 include!("common/list.rs");
+include!("common/random_list.rs");

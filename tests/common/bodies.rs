@@ -471,7 +471,7 @@ pub fn a_read_in_the_step_is_refused(device: &Device) {
     let mut step = GraphedStep::new(
         Training::new(model, SgdConfig::new().init()),
         GraphConfig::new(),
-        closure::<BnNet>(&device, |loss| seen.borrow_mut().push(value(loss))),
+        closure::<BnNet, _>(&device, |loss| seen.borrow_mut().push(value(loss))),
     )
     .expect("one device");
     for index in 0..8 {
@@ -500,7 +500,7 @@ pub fn a_panic_while_recording(device: &Device) {
     let calls = Rc::new(Cell::new(0));
     let mut step = GraphedStep::new(Training::new(model, SgdConfig::new().init()), required(), {
         let calls = calls.clone();
-        closure::<BnNet>(&device, move |_| {
+        closure::<BnNet, _>(&device, move |_| {
             calls.set(calls.get() + 1);
             assert!(calls.get() != 4, "the user's own");
         })
@@ -542,7 +542,7 @@ pub fn a_panic_in_an_eager_step(device: &Device) {
     let calls = Rc::new(Cell::new(0));
     let mut step = GraphedStep::new(Training::new(model, SgdConfig::new().init()), required(), {
         let calls = calls.clone();
-        closure::<BnNet>(&device, move |_| {
+        closure::<BnNet, _>(&device, move |_| {
             calls.set(calls.get() + 1);
             assert!(calls.get() != 2, "the user's own");
         })
@@ -563,7 +563,7 @@ pub fn refused_captures_leak_nothing(device: &Device, refusals: usize) {
     let mut step = GraphedStep::new(
         Training::new(model, SgdConfig::new().init()),
         GraphConfig::new(),
-        closure::<Mlp>(&device, |loss| assert!(value(loss).is_finite())),
+        closure::<Mlp, _>(&device, |loss| assert!(value(loss).is_finite())),
     )
     .expect("one device");
     let mut reserved = Vec::new();
@@ -690,7 +690,7 @@ pub fn stateful_optimizers_are_refused(device: &Device) {
         let mut step = GraphedStep::new(
             Training::new(model, optimizer),
             GraphConfig::new(),
-            closure::<Mlp>(&device, |_| {}),
+            closure::<Mlp, _>(&device, |_| {}),
         )
         .expect("one device");
         let mut last = String::new();
@@ -739,7 +739,7 @@ pub fn stateful_optimizers_are_refused(device: &Device) {
             SgdConfig::new().with_weight_decay(Some(decay)).init(),
         ),
         required(),
-        closure::<Mlp>(&device, |_| {}),
+        closure::<Mlp, _>(&device, |_| {}),
     )
     .expect("one device");
     for index in 0..6 {
@@ -1370,7 +1370,7 @@ pub fn an_optimizer_replays<M: Net>(
         let mut step = GraphedStep::new(
             Training::new(model, ours()),
             required(),
-            closure::<M>(&device, |_| {}),
+            closure::<M, _>(&device, |_| {}),
         )
         .expect("one device");
         let mut words = Vec::new();

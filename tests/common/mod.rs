@@ -190,10 +190,10 @@ pub trait StepFn<M>: Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> {}
 impl<M, F: Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1>> StepFn<M> for F {}
 
 /// The step's closure, with a hook that runs in it.
-pub fn closure<M: Net>(
+pub fn closure<M: Net, H: Fn(&Tensor<1>)>(
     device: &Device,
-    hook: impl Fn(&Tensor<1>),
-) -> impl Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> {
+    hook: H,
+) -> impl Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> + use<M, H> {
     let loss = CrossEntropyLossConfig::new().init(device);
     move |t, (x, y), lr| {
         let loss = loss.forward(t.model().run(x), y);
@@ -290,7 +290,7 @@ pub fn graphed<M: Net>(
     GraphedStep::new(
         Training::new(model, SgdConfig::new().init()),
         config,
-        closure::<M>(device, |_| {}),
+        closure::<M, _>(device, |_| {}),
     )
     .expect("the state is on one device")
 }

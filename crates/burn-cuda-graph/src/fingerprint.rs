@@ -80,6 +80,8 @@ pub(crate) struct Fingerprint {
     operations: Vec<OperationIr>,
     /// Tensors from outside that are neither state nor batch: the server's id, and where it is first used.
     constants: Vec<(u64, usize)>,
+    /// Tensors of the state before it.
+    pub state_tensors: usize,
     /// State and outputs after it, as numbers: which operation result each is.
     results: Vec<u64>,
     pub launches: Option<u64>,
@@ -130,6 +132,7 @@ impl Fingerprint {
         Self {
             operations,
             constants,
+            state_tensors: tensors.state_before.len(),
             results,
             launches,
             host: Vec::new(),
@@ -240,6 +243,13 @@ impl Fingerprint {
     }
 
     fn first_difference(&self, before: &Fingerprint) -> Option<FallbackReason> {
+        if self.state_tensors != before.state_tensors {
+            return Some(FallbackReason::UnstableOperations {
+                index: 0,
+                before: format!("on a state of {} tensors", before.state_tensors),
+                after: format!("on one of {}", self.state_tensors),
+            });
+        }
         let ended = || "the end of the step".to_string();
         for index in 0..self.operations.len().max(before.operations.len()) {
             match (before.operations.get(index), self.operations.get(index)) {

@@ -266,6 +266,11 @@ fn clocks_of<S: StepState>(state: &S) -> HashMap<u64, u64> {
 }
 
 impl<O> Sealed<O> {
+    /// Write the scalars alone.
+    pub fn refresh_bare(&self, core: &HostCore, rates: &Rates, random: [u32; 4]) {
+        core.refresh_scalars(self, rates, random);
+    }
+
     /// Enqueue the graph alone.
     pub fn replay_bare(&self, core: &mut HostCore) -> Result<(), String> {
         match core.pool.as_mut() {
@@ -590,6 +595,8 @@ where
             Some(launches),
         );
         fingerprint.escaped = escaped;
+        // Where the rate is in the key, asking for it is no matter.
+        fingerprint.rate_read &= !self.baked.contains(self.key);
         fingerprint.replacement = self.state.replacement();
         Ok((output, fingerprint))
     }
@@ -645,6 +652,10 @@ where
         self.core.settle_clocks(self.state);
         let before = state::tensors_of(self.state);
         let clocks = self.core.clocks.clone();
+        if rehearsed.is_some_and(|rehearsed| rehearsed.state_tensors != before.len()) {
+            // An optimizer has made its state since, in a step of another key.
+            return Ok(Attempt::Stale);
+        }
         let backup = self.state.clone();
         let tracked = !self.baked.contains(self.key);
         let source = self.core.slot_source();

@@ -21,6 +21,9 @@ pub(crate) type Fingerprint = core::convert::Infallible;
 pub(crate) struct Sealed<O>(core::convert::Infallible, core::marker::PhantomData<O>);
 
 impl<O> Sealed<O> {
+    pub fn refresh_bare(&self, _core: &HostCore, _rates: &Rates, _random: [u32; 4]) {
+        match self.0 {}
+    }
     pub fn replay_bare(&self, _core: &mut HostCore) -> Result<(), String> {
         match self.0 {}
     }

@@ -337,8 +337,8 @@ impl<M: Module> StepState for Training<M> {
     fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
         if self.ownership == Ownership::Ours {
             for state in optim::states(&self.optimizer).values() {
-                if let Steps::Host(steps) = state.steps {
-                    visit(state.clock, steps);
+                if let (true, Steps::Host(steps)) = (state.timed, &state.steps) {
+                    visit(state.clock, *steps);
                 }
             }
         }

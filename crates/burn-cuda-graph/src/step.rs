@@ -331,15 +331,10 @@ where
         batch: &B,
         lr: impl Into<LearningRates>,
     ) -> Result<(), StepError> {
-        let rates = Rates::new(lr.into(), &self.parameters);
-        let free = key_of(batch, &tree::tensors_of(batch), &rates);
-        let key = keyed(&free, &rates, &self.baked);
-        let missing = StepError::GraphRequired {
-            reason: FallbackReason::CaptureBusy,
-        };
+        let (key, _) = self.key_and_rates(batch, lr);
         let (graph, core) = match self.engine.sealed(&key) {
             Some(graph) if self.core.owns_state() => (graph, &mut self.core),
-            _ => return Err(missing),
+            _ => return Err(NO_GRAPH),
         };
         let stream = core.stream();
         stream
@@ -348,6 +343,32 @@ where
                 key: Box::new(key),
                 detail,
             })
+    }
+
+    /// Write the scalars of this batch's sealed graph alone. For measuring what that costs.
+    ///
+    /// # Errors
+    ///
+    /// [`StepError::GraphRequired`] when the key has no sealed graph.
+    #[doc(hidden)]
+    pub fn refresh_bare(
+        &mut self,
+        batch: &B,
+        lr: impl Into<LearningRates>,
+    ) -> Result<(), StepError> {
+        let (key, rates) = self.key_and_rates(batch, lr);
+        let Some(graph) = self.engine.sealed(&key) else {
+            return Err(NO_GRAPH);
+        };
+        let (core, random) = (&self.core, random::params(self.random_key, self.steps));
+        core.pinned(|| graph.refresh_bare(core, &rates, random));
+        Ok(())
+    }
+
+    fn key_and_rates(&self, batch: &B, lr: impl Into<LearningRates>) -> (ShapeKey, Rates) {
+        let rates = Rates::new(lr.into(), &self.parameters);
+        let free = key_of(batch, &tree::tensors_of(batch), &rates);
+        (keyed(&free, &rates, &self.baked), rates)
     }
 
     /// Give the step's random numbers another key, as if `Device::seed` had been called before the step was made. Graphs
@@ -404,6 +425,10 @@ where
         self.state().into_model()
     }
 }
+
+const NO_GRAPH: StepError = StepError::GraphRequired {
+    reason: FallbackReason::CaptureBusy,
+};
 
 /// One eager call of the closure, in the context that the caller entered. A panic in it leaves the state as it was and
 /// goes on unwinding.

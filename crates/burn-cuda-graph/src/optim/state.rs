@@ -76,15 +76,18 @@ pub(crate) enum Steps {
 pub(crate) struct StateData {
     /// Tells this counter from others.
     pub clock: u64,
+    /// Whether the optimizer reads the count.
+    pub timed: bool,
     pub steps: Steps,
     pub leaves: Vec<(&'static str, AnyTensor)>,
 }
 
 impl StateData {
-    pub fn new(steps: Steps, leaves: Vec<(&'static str, AnyTensor)>) -> Self {
+    pub fn new<L: Layout>(steps: Steps, leaves: Vec<(&'static str, AnyTensor)>) -> Self {
         static CLOCKS: AtomicU64 = AtomicU64::new(1);
         Self {
             clock: CLOCKS.fetch_add(1, Ordering::Relaxed),
+            timed: L::TIME.is_some(),
             steps,
             leaves,
         }
@@ -218,7 +221,7 @@ impl<const D: usize, L: Layout> RecordState for OptimizerState<D, L> {
             Some(time) => usize::try_from(src.take_scalar(prefix, time)?).ok()? as u64,
             None => 1,
         };
-        Some(Self::new(StateData::new(Steps::Host(steps), leaves)))
+        Some(Self::new(StateData::new::<L>(Steps::Host(steps), leaves)))
     }
 }
 

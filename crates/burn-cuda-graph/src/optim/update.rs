@@ -160,7 +160,7 @@ impl<const D: usize, L: Layout> Update<D, L> {
         let known = match &old {
             Some(data) => data,
             None => {
-                fresh = StateData::new(Steps::Host(0), Vec::new());
+                fresh = StateData::new::<L>(Steps::Host(0), Vec::new());
                 &fresh
             }
         };
@@ -327,6 +327,7 @@ impl<const D: usize, L: Layout> Update<D, L> {
         };
         let data = StateData {
             clock: self.clock,
+            timed: L::TIME.is_some(),
             steps,
             leaves: self.leaves,
         };
