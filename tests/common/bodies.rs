@@ -97,11 +97,10 @@ pub fn a_train_step_model_replays(device: &Device) {
         let out = step.run(batch(&device, index, 64), LR).expect("runs");
         assert_eq!(out.path.is_graph(), index >= 3);
         eager.step(batch(&device, index, 64), LR * 0.5);
-        assert_same(
-            &bits(&step.model()),
-            &bits(&eager.model),
-            format_args!("step {index}"),
-        );
+        // The twin drops its tensors elsewhere, so fusion cuts its queue into other kernels.
+        let (ours, theirs) = (bits(&step.model()), bits(&eager.model));
+        let when = format_args!("step {index}");
+        assert_same_or_near(&device, &ours, &theirs, 1e-5, when);
     }
 }
 
@@ -685,8 +684,8 @@ pub fn random_operations_are_refused(device: &Device) {
 pub fn stateful_optimizers_are_refused(device: &Device) {
     let run = |optimizer: ModuleOptimizer, compare: bool| {
         let (device, model, twin) = twins::<Mlp>(device);
-        let loss = CrossEntropyLossConfig::new().init(&device);
-        let mut expected = (twin, optimizer.clone());
+        let plain = closure::<Mlp, _>(&device, |_| {});
+        let mut expected = Training::new(twin, optimizer.clone());
         let mut step = GraphedStep::new(
             Training::new(model, optimizer),
             GraphConfig::new(),
@@ -697,13 +696,8 @@ pub fn stateful_optimizers_are_refused(device: &Device) {
         for index in 0..8 {
             let out = step.run(batch(&device, index, 64), LR).expect("runs");
             last = word(&out).to_string();
-            let (x, y) = batch(&device, index, 64);
-            let grads = GradientsParams::from_grads(
-                loss.forward(expected.0.forward(x), y).backward(),
-                &expected.0,
-            );
-            expected.0 = expected.1.step(LR, expected.0.clone(), grads);
-            let (ours, theirs) = (bits(&step.model()), bits(&expected.0));
+            plain(&mut expected, batch(&device, index, 64), LR.into());
+            let (ours, theirs) = (bits(&step.model()), bits(expected.model()));
             if compare {
                 // Their first steps run other operations than the later ones, which a drained queue ends differently:
                 // an ulp of a parameter (3.7e-9 seen on an H200), which Adam's division may carry to a few.
@@ -1151,7 +1145,7 @@ pub fn moving_host_values_are_refused(device: &Device) {
     }
 }
 
-/// A step that does something else just when it is recorded is refused, not replayed for ever.
+/// A step that does something else just when it is recorded is recorded again, not replayed for ever.
 pub fn a_step_that_differs_when_recorded_is_refused(device: &Device) {
     let (device, model, twin) = twins::<Mlp>(device);
     let calls = Cell::new(0);
@@ -1177,11 +1171,10 @@ pub fn a_step_that_differs_when_recorded_is_refused(device: &Device) {
     let mut eager = Eager::new(twin, &device);
     for index in 0..7 {
         let out = step.run(batch(&device, index, 64), LR).expect("runs");
-        // The refused fourth call runs again eagerly, as the fifth call of the closure.
+        // The fourth call, which does something else, is not sealed; the fifth, in the same step, is.
         let expected = match index {
             0..3 => "warming-up",
-            3 => "refused",
-            4 => "recorded",
+            3 => "recorded",
             _ => "replayed",
         };
         assert_eq!(word(&out), expected, "step {index}: {}", out.path);
@@ -1365,8 +1358,9 @@ pub fn an_optimizer_replays<M: Net>(
     // The first pass tunes the kernels on both sides.
     for compare in [false, true] {
         let (device, model, twin) = twins::<M>(device);
-        let loss = CrossEntropyLossConfig::new().init(&device);
-        let mut expected = (twin, theirs());
+        // Plain Burn runs the same closure: when it drops a tensor decides how fusion cuts the queue.
+        let plain = closure::<M, _>(&device, |_| {});
+        let mut expected = Training::new(twin, theirs());
         let mut step = GraphedStep::new(
             Training::new(model, ours()),
             required(),
@@ -1379,18 +1373,11 @@ pub fn an_optimizer_replays<M: Net>(
                 .run(batch(&device, index, 64), rate(index))
                 .expect("runs");
             words.push(word(&out));
-            let (x, y) = batch(&device, index, 64);
-            let grads = GradientsParams::from_grads(
-                loss.forward(expected.0.run(x), y).backward(),
-                &expected.0,
-            );
-            expected.0 = expected.1.step(rate(index), expected.0.clone(), grads);
+            plain(&mut expected, batch(&device, index, 64), rate(index).into());
             if compare {
-                assert_same(
-                    &bits(&step.model()),
-                    &bits(&expected.0),
-                    format_args!("step {index}, {words:?}"),
-                );
+                let (ours, theirs) = (bits(&step.model()), bits(expected.model()));
+                let when = format_args!("step {index}, {words:?}");
+                assert_same_or_near(&device, &ours, &theirs, OPTIMIZER_TOLERANCE, when);
             }
         }
         let report = step.report();

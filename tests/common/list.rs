@@ -338,7 +338,9 @@ fn case_09_accumulation_replays() {
 #[test]
 #[serial]
 fn case_11_checkpoints_resume() {
-    state_bodies::checkpoints_resume(&device(), "adam")
+    for name in ["adam", "sgd-momentum", "adan"] {
+        state_bodies::checkpoints_resume(&device(), name);
+    }
 }
 
 #[test]
@@ -350,7 +352,7 @@ fn random_numbers_resume() {
 #[test]
 #[serial]
 fn case_20_an_overflow_is_skipped() {
-    state_bodies::an_overflow_is_skipped(&device(), "adam", 0.0)
+    state_bodies::an_overflow_is_skipped(&device(), "adam")
 }
 
 #[test]

@@ -21,6 +21,11 @@ use burn_train::{TrainOutput, TrainStep};
 
 pub const LR: f64 = 0.05;
 
+/// How far parameters of two twins may be apart on a hardware graph, of which one drains its queue at the end of each step
+/// and reads its scalars from the device: fusion cuts the queues into other kernels, a fused multiply-add rounds once
+/// where two kernels round twice, and an optimizer that divides by a small moment multiplies that.
+pub const OPTIMIZER_TOLERANCE: f32 = 1e-5;
+
 /// 32-128-8.
 #[derive(Module, Debug)]
 pub struct Mlp {

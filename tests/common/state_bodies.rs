@@ -135,48 +135,45 @@ pub fn every_optimizer_replays(device: &Device, names: &[&str], steps: usize) {
     }
 }
 
-/// The step over `optimizer` on a net that may draw random numbers, graphed, and its eager twin under the same numbers.
-struct Pair<M, S> {
+/// The step over an optimizer on a net that may draw random numbers, graphed, and its twin: the same closure on plain
+/// Burn, under the same numbers.
+struct Pair<M, S, F> {
     step: S,
-    model: M,
-    optimizer: ModuleOptimizer,
+    twin: Training<M>,
+    plain: F,
     device: Device,
-    loss: CrossEntropyLoss,
 }
 
 fn pair<M: Net>(
     device: &Device,
     config: GraphConfig,
     (mine, theirs): (ModuleOptimizer, ModuleOptimizer),
-) -> Pair<M, GraphedStep<Training<M>, Batch, Tensor<1>, impl StepFn<M>>> {
+) -> Pair<M, GraphedStep<Training<M>, Batch, Tensor<1>, impl StepFn<M>>, impl StepFn<M>> {
     let (device, model, twin) = twins::<M>(device);
-    let step = GraphedStep::new(
-        Training::new(model, mine),
-        config,
-        closure::<M, _>(&device, |_| {}),
-    );
+    let step = closure::<M, _>(&device, |_| {});
     Pair {
-        step: step.expect("one device"),
-        model: twin,
-        optimizer: theirs,
-        loss: CrossEntropyLossConfig::new().init(&device),
+        step: GraphedStep::new(Training::new(model, mine), config, step).expect("one device"),
+        twin: Training::new(twin, theirs),
+        plain: closure::<M, _>(&device, |_| {}),
         device,
     }
 }
 
-impl<M: Net, F: StepFn<M>> Pair<M, GraphedStep<Training<M>, Batch, Tensor<1>, F>> {
+impl<M: Net, F: StepFn<M>, P: StepFn<M>> Pair<M, GraphedStep<Training<M>, Batch, Tensor<1>, F>, P> {
     fn graphed(&mut self, index: usize, lr: f64) -> StepOutput<Tensor<1>> {
         let batch = batch(&self.device, index, 64);
         self.step.run(batch, lr).expect("runs")
     }
-    fn eager(&mut self, index: usize, lr: f64, key: u64, step: u64) -> Tensor<1> {
-        with_random(&self.device, key, step, || {
-            let (x, y) = batch(&self.device, index, 64);
-            let loss = self.loss.forward(self.model.run(x), y);
-            let grads = GradientsParams::from_grads(loss.backward(), &self.model);
-            self.model = self.optimizer.step(lr, self.model.clone(), grads);
-            loss
+    fn eager(&mut self, index: usize, lr: f64) -> Tensor<1> {
+        let (key, batch) = (self.step.random_key(), batch(&self.device, index, 64));
+        with_random(&self.device, key, index as u64, || {
+            (self.plain)(&mut self.twin, batch, lr.into())
         })
+    }
+    #[track_caller]
+    fn compare(&self, when: impl core::fmt::Display) {
+        let (ours, theirs) = (bits(&self.step.model()), bits(self.twin.model()));
+        assert_same_or_near(&self.device, &ours, &theirs, OPTIMIZER_TOLERANCE, when);
     }
 }
 
@@ -185,22 +182,16 @@ pub fn dropout_draws_new_masks(device: &Device, replays: usize) {
     let (device, model, twin) = twins::<Mlp>(device);
     let loss = CrossEntropyLossConfig::new().init(&device);
     let dropout = DropoutConfig::new(0.5).init();
-    let forward = |model: &Mlp, x: Tensor<2>| {
-        let dropped = dropout.forward(x.ones_like());
-        (model.forward(x * dropped.clone()), dropped)
+    let step_of = |t: &mut Training<Mlp>, (x, y): Batch, lr: StepRate| {
+        let mask = dropout.forward(x.ones_like());
+        let loss = loss.forward(t.model().forward(x * mask.clone()), y);
+        t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+        mask.detach()
     };
-    let mut step = GraphedStep::new(
-        Training::new(model, SgdConfig::new().init()),
-        required(),
-        |t: &mut Training<Mlp>, (x, y): Batch, lr| {
-            let (out, mask) = forward(t.model(), x);
-            let loss = loss.forward(out, y);
-            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
-            mask.detach()
-        },
-    )
-    .expect("one device");
-    let (mut eager, key) = (Eager::new(twin, &device), step.random_key());
+    let sgd = || SgdConfig::new().init();
+    let mut step =
+        GraphedStep::new(Training::new(model, sgd()), required(), step_of).expect("one device");
+    let (mut twin, key) = (Training::new(twin, sgd()), step.random_key());
     let (mut masks, mut kept) = (Vec::new(), 0usize);
     for index in 0..replays + 4 {
         let out = step.run(batch(&device, index, 64), LR).expect("runs");
@@ -210,19 +201,15 @@ pub fn dropout_draws_new_masks(device: &Device, replays: usize) {
         let mask: Vec<f32> = out.output.into_data().try_into_vec().expect("f32");
         kept += mask.iter().filter(|value| **value > 0.0).count();
         masks.push(mask);
-        let (x, y) = batch(&device, index, 64);
         let expected = with_random(&device, key, index as u64, || {
-            let (out, mask) = forward(&eager.model, x);
-            let grads = loss.forward(out, y).backward();
-            let grads = GradientsParams::from_grads(grads, &eager.model);
-            eager.model = eager.optimizer.step(LR, eager.model.clone(), grads);
-            mask.into_data()
+            step_of(&mut twin, batch(&device, index, 64), LR.into())
         });
-        let expected: Vec<f32> = expected.try_into_vec().expect("f32");
+        let expected: Vec<f32> = expected.into_data().try_into_vec().expect("f32");
         assert_eq!(masks[index], expected, "the mask of step {index}");
         if index % 50 < 8 {
-            let (ours, theirs) = (bits(&step.model()), bits(&eager.model));
-            assert_same(&ours, &theirs, format_args!("step {index}"));
+            let (ours, theirs) = (bits(&step.model()), bits(twin.model()));
+            let when = format_args!("step {index}");
+            assert_same_or_near(&device, &ours, &theirs, OPTIMIZER_TOLERANCE, when);
         }
     }
     let drawn = masks.len() * 64 * 32;
@@ -237,33 +224,28 @@ pub fn dropout_draws_new_masks(device: &Device, replays: usize) {
 pub fn noise_in_the_step(device: &Device, steps: usize) {
     let (device, model, twin) = twins::<Mlp>(device);
     let loss = CrossEntropyLossConfig::new().init(&device);
-    let noisy = |x: Tensor<2>| {
+    let step_of = |t: &mut Training<Mlp>, (x, y): Batch, lr: StepRate| {
         let noise = x.random_like(Distribution::Normal(0.0, 0.1));
         let more = Tensor::<2>::random([64, 32], Distribution::Uniform(-0.1, 0.1), &x.device());
-        x + noise + more
+        let loss = loss.forward(t.model().forward(x + noise + more), y);
+        t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
+        loss
     };
-    let mut step = GraphedStep::new(
-        Training::new(model, SgdConfig::new().init()),
-        required(),
-        |t: &mut Training<Mlp>, (x, y): Batch, lr| {
-            let loss = loss.forward(t.model().forward(noisy(x)), y);
-            t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
-            loss
-        },
-    )
-    .expect("one device");
-    let (mut eager, key) = (Eager::new(twin, &device), step.random_key());
+    let sgd = || SgdConfig::new().init();
+    let mut step =
+        GraphedStep::new(Training::new(model, sgd()), required(), step_of).expect("one device");
+    let (mut twin, key) = (Training::new(twin, sgd()), step.random_key());
     for index in 0..steps {
         let out = step.run(batch(&device, index, 64), LR).expect("runs");
         let theirs = with_random(&device, key, index as u64, || {
-            let (x, y) = batch(&device, index, 64);
-            eager.step((noisy(x), y), LR)
+            step_of(&mut twin, batch(&device, index, 64), LR.into())
         });
-        assert_eq!(
-            value(&out.output).to_bits(),
-            value(&theirs).to_bits(),
-            "loss of step {index}"
-        );
+        let (ours, theirs) = (value(&out.output), value(&theirs));
+        let near = match burn_cuda_graph::support(&device) {
+            burn_cuda_graph::Support::Software => ours.to_bits() == theirs.to_bits(),
+            _ => (ours - theirs).abs() <= OPTIMIZER_TOLERANCE,
+        };
+        assert!(near, "loss of step {index}: {ours} and {theirs}");
     }
     assert_eq!(step.report().replayed as usize, steps - 4);
 }
@@ -309,10 +291,10 @@ pub fn a_schedule_replays(device: &Device) {
         for (index, rate) in rates.iter().enumerate() {
             let before = bits(&pair.step.model());
             let out = pair.graphed(index, *rate);
-            pair.eager(index, *rate, 0, 0);
+            pair.eager(index, *rate);
             let after = bits(&pair.step.model());
             if compare {
-                assert_same(&after, &bits(&pair.model), format_args!("step {index}"));
+                pair.compare(format_args!("step {index}"));
             }
             if index >= 6 {
                 assert_eq!(word(&out), "replayed", "step {index}");
@@ -347,12 +329,12 @@ pub fn rates_by_group_replay(device: &Device) {
                 .run(batch_of(&pair.device), rates.clone())
                 .expect("runs");
             let (x, y) = batch_of(&pair.device);
-            let loss = pair.loss.forward(pair.model.run(x), y);
-            let grads = GradientsParams::from_grads(loss.backward(), &pair.model);
-            pair.model = pair.optimizer.step(rates, pair.model.clone(), grads);
+            let loss = CrossEntropyLossConfig::new().init(&pair.device);
+            let loss = loss.forward(pair.twin.model().run(x), y);
+            let grads = GradientsParams::from_grads(loss.backward(), pair.twin.model());
+            pair.twin.optimize(rates, grads);
             if compare {
-                let (ours, theirs) = (bits(&pair.step.model()), bits(&pair.model));
-                assert_same(&ours, &theirs, format_args!("step {index}"));
+                pair.compare(format_args!("step {index}"));
             }
             match index {
                 7 => assert_eq!(word(&out), "warming-up", "equal rates are another key"),
@@ -367,36 +349,30 @@ pub fn rates_by_group_replay(device: &Device) {
 pub fn scaled_and_read_rates(device: &Device) {
     for (read, compare) in [(false, false), (false, true), (true, true)] {
         let (device, model, twin) = twins::<Mlp>(device);
-        let (mine, mut theirs) = optimizer("adam");
+        let (mine, theirs) = optimizer("adam");
         let loss = CrossEntropyLossConfig::new().init(&device);
-        let mut twin = twin;
-        let mut step = GraphedStep::new(
-            Training::new(model, mine),
-            GraphConfig::new(),
-            |t: &mut Training<Mlp>, (x, y): Batch, lr: StepRate| {
-                let loss = loss.forward(t.model().forward(x), y);
-                let grads = GradientsParams::from_grads(loss.backward(), t.model());
-                match read {
-                    true => t.optimize(lr.value().min(0.02) * 0.5, grads),
-                    false => t.optimize(lr * 0.5, grads),
-                }
-                loss
-            },
-        )
-        .expect("one device");
+        let step_of = |t: &mut Training<Mlp>, (x, y): Batch, lr: StepRate| {
+            let loss = loss.forward(t.model().forward(x), y);
+            let grads = GradientsParams::from_grads(loss.backward(), t.model());
+            match read {
+                true => t.optimize(lr.value().min(0.02) * 0.5, grads),
+                false => t.optimize(lr * 0.5, grads),
+            }
+            loss
+        };
+        let mut twin = Training::new(twin, theirs);
+        let mut step = GraphedStep::new(Training::new(model, mine), GraphConfig::new(), step_of)
+            .expect("one device");
         let mut words = Vec::new();
         for index in 0..10 {
             let rate = if index < 7 { 0.01 } else { 0.03 };
             let out = step.run(batch(&device, index, 64), rate).expect("runs");
             words.push(word(&out));
-            let (x, y) = batch(&device, index, 64);
-            let out = loss.forward(twin.run(x), y);
-            let grads = GradientsParams::from_grads(out.backward(), &twin);
-            let rate = if read { rate.min(0.02) } else { rate };
-            twin = theirs.step(rate * 0.5, twin, grads);
+            step_of(&mut twin, batch(&device, index, 64), rate.into());
             if compare {
-                let (ours, theirs) = (bits(&step.model()), bits(&twin));
-                assert_same(&ours, &theirs, format_args!("step {index} {words:?}"));
+                let (ours, theirs) = (bits(&step.model()), bits(twin.model()));
+                let when = format_args!("step {index} {words:?}");
+                assert_same_or_near(&device, &ours, &theirs, OPTIMIZER_TOLERANCE, when);
             }
         }
         match read {
@@ -422,20 +398,24 @@ pub fn changed_hyper_parameters(device: &Device) {
                         Training::new(model, changed.load_record(optimizer.to_record()))
                     })
                     .expect("stays on the device");
+                let (model, optimizer) = pair.twin.into_parts();
                 let changed = burn::optim::AdamConfig::new().with_beta_1(0.8).init();
-                pair.optimizer = changed.load_record(pair.optimizer.to_record());
+                pair.twin = Training::new(model, changed.load_record(optimizer.to_record()));
             }
             pair.graphed(index, 0.01);
-            pair.eager(index, 0.01, 0, 0);
+            pair.eager(index, 0.01);
             if compare {
-                let (ours, theirs) = (bits(&pair.step.model()), bits(&pair.model));
-                assert_same(&ours, &theirs, format_args!("step {index}"));
+                pair.compare(format_args!("step {index}"));
             }
         }
         let report = pair.step.report();
         assert_eq!((report.captures, report.invalidations), (2, 1), "{report}");
     }
 }
+
+/// Burn's accumulator keeps sums where ours has a mask, so on a hardware graph the gradients differ in their last bits, and
+/// Adam's first steps divide them by their own size: a fraction of the rate.
+const ACCUMULATION_TOLERANCE: f32 = 2e-3;
 
 /// Case 9: four micro-batches and one apply, as two recordings over shared sums, equal Burn's accumulator.
 pub fn accumulation_replays(device: &Device) {
@@ -481,7 +461,8 @@ pub fn accumulation_replays(device: &Device) {
             twin = theirs.step(rate, twin, accumulator.grads());
             if compare {
                 let (ours, theirs) = (bits(&step.model()), bits(&twin));
-                assert_same(&ours, &theirs, format_args!("round {round} {words:?}"));
+                let when = format_args!("round {round} {words:?}");
+                assert_same_or_near(&device, &ours, &theirs, ACCUMULATION_TOLERANCE, when);
             }
         }
         let report = step.report();
@@ -500,7 +481,7 @@ pub fn checkpoints_resume(device: &Device, name: &str) {
         let mut pair = pair::<Mlp>(device, required(), optimizer(name));
         for index in 0..14 {
             pair.graphed(index, 0.01);
-            pair.eager(index, 0.01, 0, 0);
+            pair.eager(index, 0.01);
         }
         assert!(pair.step.report().replayed >= 8);
         let state = pair.step.state();
@@ -508,17 +489,15 @@ pub fn checkpoints_resume(device: &Device, name: &str) {
             state.model().clone().into_record(),
             state.optimizer().into_bytes().expect("bytes"),
         );
+        let (twin, optimizer_of_twin) = pair.twin.into_parts();
         let theirs = (
-            pair.model.clone().into_record(),
-            pair.optimizer.into_bytes().expect("bytes"),
+            twin.into_record(),
+            optimizer_of_twin.into_bytes().expect("bytes"),
         );
         // Ours into plain Burn.
-        let fresh = Mlp::make(&pair.device);
-        pair.model = fresh.load_record(saved.0);
-        pair.optimizer = optimizer(name)
-            .1
-            .from_bytes(saved.1)
-            .expect("Burn reads it");
+        let fresh = Mlp::make(&pair.device).load_record(saved.0);
+        let loaded = optimizer(name).1.from_bytes(saved.1);
+        pair.twin = Training::new(fresh, loaded.expect("Burn reads it"));
         // Plain Burn's into ours.
         let model = Mlp::make(&pair.device).load_record(theirs.0);
         let loaded = optimizer(name).0.from_bytes(theirs.1).expect("we read it");
@@ -530,14 +509,15 @@ pub fn checkpoints_resume(device: &Device, name: &str) {
         .expect("one device");
         for index in 14..24 {
             pair.graphed(index, 0.01);
-            pair.eager(index, 0.01, 0, 0);
+            pair.eager(index, 0.01);
             resumed
                 .run(batch(&pair.device, index, 64), 0.01)
                 .expect("runs");
             if compare {
-                let live = bits(&pair.step.model());
-                assert_same(&live, &bits(&pair.model), format_args!("step {index}"));
-                assert_same(&live, &bits(&resumed.model()), format_args!("step {index}"));
+                pair.compare(format_args!("step {index}"));
+                let (live, other) = (bits(&pair.step.model()), bits(&resumed.model()));
+                let when = format_args!("step {index}, resumed");
+                assert_same_or_near(&pair.device, &live, &other, OPTIMIZER_TOLERANCE, when);
             }
         }
         assert!(resumed.report().replayed >= 5, "{}", resumed.report());
@@ -576,7 +556,7 @@ pub fn random_numbers_resume(device: &Device) {
 
 /// Case 20: a batch with an infinity under loss scaling: parameters, moments and step counts stay as they are, the scale
 /// falls, and the next step is an ordinary one. The eager twin decides on the host.
-pub fn an_overflow_is_skipped(device: &Device, name: &str, tolerance: f32) {
+pub fn an_overflow_is_skipped(device: &Device, name: &str) {
     let config = LossScalerConfig::new()
         .with_init_scale(1024.0)
         .with_growth_interval(5);
@@ -633,7 +613,8 @@ pub fn an_overflow_is_skipped(device: &Device, name: &str, tolerance: f32) {
                 }
                 if compare {
                     let (ours, theirs) = (bits(after.0.model()), bits(&twin));
-                    near(&ours, &theirs, tolerance, format_args!("step {index}"));
+                    let when = format_args!("step {index}");
+                    assert_same_or_near(&device, &ours, &theirs, ACCUMULATION_TOLERANCE, when);
                 }
             }
             let now = value(&after.1.current());
@@ -641,15 +622,6 @@ pub fn an_overflow_is_skipped(device: &Device, name: &str, tolerance: f32) {
         }
         assert!(step.report().replayed >= 12, "{}", step.report());
     }
-}
-
-#[track_caller]
-fn near(ours: &[Vec<u32>], theirs: &[Vec<u32>], tolerance: f32, when: impl core::fmt::Display) {
-    let pairs = ours.iter().flatten().zip(theirs.iter().flatten());
-    let largest = pairs
-        .map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs())
-        .fold(0f32, |a, b| if b > a || b.is_nan() { b } else { a });
-    assert!(largest <= tolerance, "{when}: off by {largest:e}");
 }
 
 /// Verification lets right replays pass, and names the parameter and the operations of a wrong one; training goes on
@@ -744,7 +716,8 @@ pub fn parameters_without_gradients(device: &Device) {
             twin = theirs.step(0.01, twin, grads);
             if compare {
                 let (ours, theirs) = (bits(&step.model()), bits(&twin));
-                assert_same(&ours, &theirs, format_args!("step {index}"));
+                let when = format_args!("step {index}");
+                assert_same_or_near(&device, &ours, &theirs, ACCUMULATION_TOLERANCE, when);
             }
         }
         assert_eq!(step.report().captures, 2, "{}", step.report());
@@ -764,7 +737,9 @@ pub fn parameters_without_gradients(device: &Device) {
             }
         }
         if compare {
-            assert_same(&bits(&model), &bits(&twin), "after reloading");
+            let (ours, theirs) = (bits(&model), bits(&twin));
+            let when = "after reloading";
+            assert_same_or_near(&device, &ours, &theirs, ACCUMULATION_TOLERANCE, when);
         }
     }
 }

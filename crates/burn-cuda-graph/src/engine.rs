@@ -347,14 +347,12 @@ impl<F, G> Engine<F, G> {
         H: StepHost<Fingerprint = F, Graph = G>,
     {
         let started = Instant::now();
+        // Borrowed, not taken: a panic in the step must leave it for the next attempt.
         let rehearsed = self
             .cache
             .get_mut(&key)
-            .and_then(|entry| entry.fingerprint.take());
-        let attempted = host.record(attempt, rehearsed.as_ref());
-        if let Some(entry) = self.cache.get_mut(&key) {
-            entry.fingerprint = rehearsed;
-        }
+            .and_then(|entry| entry.fingerprint.as_ref());
+        let attempted = host.record(attempt, rehearsed);
         let reason = match attempted? {
             Attempt::Sealed { graph, output } => {
                 self.capture_times.add(started.elapsed());

@@ -201,6 +201,17 @@ impl Fingerprint {
         }
     }
 
+    /// Whether a scalar of its operations is as `found` says.
+    pub fn holds(&self, found: fn(f64) -> bool) -> bool {
+        self.operations.iter().any(|operation| {
+            let mut scalars = Scalars::default();
+            operation.clone().visit_mut(&mut scalars);
+            let is_found =
+                |scalar: &ScalarIr| matches!(scalar, ScalarIr::Float(value) if found(*value));
+            scalars.0.iter().any(is_found)
+        })
+    }
+
     /// The operations behind the result at place `bad` of state and output that are behind none of those at `good`: the
     /// first and the last, with their places.
     pub fn range(&self, bad: usize, good: &[usize]) -> [(usize, String); 2] {

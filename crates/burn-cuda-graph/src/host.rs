@@ -652,10 +652,10 @@ where
         self.core.settle_clocks(self.state);
         let before = state::tensors_of(self.state);
         let clocks = self.core.clocks.clone();
-        if rehearsed.is_some_and(|rehearsed| rehearsed.state_tensors != before.len()) {
-            // An optimizer has made its state since, in a step of another key.
+        // An optimizer may have made its state since, in a step of another key.
+        let Some(rehearsed) = rehearsed.filter(|step| step.state_tensors == before.len()) else {
             return Ok(Attempt::Stale);
-        }
+        };
         let backup = self.state.clone();
         let tracked = !self.baked.contains(self.key);
         let source = self.core.slot_source();
@@ -758,7 +758,9 @@ where
                 let mut now = observed.fingerprint(recorder.take(), state, &output, &context, None);
                 // Where the rate is in the key, asking for it is no matter.
                 now.rate_read &= tracked;
-                match Fingerprint::compare(rehearsed, &now) {
+                match Fingerprint::compare(Some(rehearsed), &now) {
+                    // Whatever the comparison says, nothing with a marked rate in it is ever sealed.
+                    _ if now.holds(context::is_marked) => return Err(RATE_BAKED.into()),
                     Verdict::Same | Verdict::First => {}
                     // Marked rates went somewhere else than to our optimizers, perhaps.
                     _ if tracked => return Err(RATE_BAKED.into()),
