@@ -629,7 +629,9 @@ fn bad_settings_are_refused() {
         ),
     ];
     for (config, expected) in bad {
-        let message = panics(move || drop(config().build()));
+        let message = panics(move || {
+            config().build();
+        });
         for part in expected {
             assert!(message.contains(part), "{message}");
         }
