@@ -313,22 +313,31 @@ fn same_as_burn(device: &Device) {
         assert_eq!(ours_record.len(), burn_record.len(), "{name}");
         let ours_bytes = ours_record.into_bytes().expect("a record");
         let burn_bytes = burn_record.into_bytes().expect("a record");
+        // A loaded state is compared with a loaded one: it comes from the default device, and how fusion groups what
+        // follows, and so how it rounds, depends on that for Burn's optimizers too.
+        let start = &reference;
         let mut runs = [
             ("ours", ours),
-            ("ours from Burn's", load((variant.ours)(), burn_bytes)),
+            ("Burn's", burn),
+            (
+                "ours from Burn's",
+                load((variant.ours)(), burn_bytes.clone()),
+            ),
             ("Burn's from ours", load((variant.burn)(), ours_bytes)),
+            ("Burn's from Burn's", load((variant.burn)(), burn_bytes)),
         ]
-        .map(|(run, optimizer)| (run, optimizer, net.clone()));
+        .map(|(run, optimizer)| (run, optimizer, start.clone()));
         for step in 20..25 {
-            let grads = reference.gradients(device, step);
-            reference = burn.step(rate(step), reference, grads);
-            let expected = bits(&reference);
-            for (run, optimizer, net) in &mut runs {
+            let after = runs.each_mut().map(|(_, optimizer, net)| {
                 let grads = net.gradients(device, step);
                 *net = optimizer.step(rate(step), net.clone(), grads);
+                bits(net)
+            });
+            for (run, as_run) in [(0, 1), (2, 4), (3, 4)] {
+                let (run_name, as_name) = (runs[run].0, runs[as_run].0);
                 assert!(
-                    bits(net) == expected,
-                    "{name}: {run}: step {step} after loading differs"
+                    after[run] == after[as_run],
+                    "{name}: step {step} of {run_name} is not that of {as_name}"
                 );
             }
         }
@@ -620,7 +629,9 @@ fn bad_settings_are_refused() {
         ),
     ];
     for (config, expected) in bad {
-        let message = panics(move || drop(config().build()));
+        let message = panics(move || {
+            config().build();
+        });
         for part in expected {
             assert!(message.contains(part), "{message}");
         }

@@ -139,7 +139,8 @@ impl Muon {
             let gram = x.clone().matmul(x.clone().swap_dims(D - 2, D - 1));
             let squared = gram.clone().matmul(gram.clone());
             let factor = gram.mul_scalar(b).add(squared.mul_scalar(c));
-            x = x.clone().mul_scalar(a).add(factor.matmul(x));
+            // This clone outlives the product, as in Burn: what is still alive decides what fusion compiles.
+            x = x.clone().mul_scalar(a).add(factor.matmul(x.clone()));
         }
         turned(x)
     }

@@ -64,6 +64,10 @@ impl Leaf {
 
 /// Steps taken of one parameter.
 #[derive(Debug, Clone)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one beside tensors as large, for each parameter"
+)]
 pub(crate) enum Steps {
     /// Counted on the host.
     Host(u64),
@@ -140,6 +144,7 @@ impl<const D: usize, L> OptimizerState<D, L> {
         }
     }
 
+    #[expect(clippy::wrong_self_convention, reason = "as Burn's states")]
     pub(crate) fn to_device(mut self, device: &Device) -> Self {
         self.data
             .map(&mut |tensor| AnyTensor::from_float(tensor.into_float::<D>().to_device(device)));

@@ -56,10 +56,11 @@ fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<D> {
     Tensor::from_data(TensorData::new(values, shape), &Device::flex())
 }
 
-/// [`values`] with a negative zero, of which `x - x * 0` makes a positive one.
+/// [`values`] with negative zeros, of which `x - x * 0` makes positive ones. The rate of the first step is zero, and its
+/// gradient has both signs there.
 fn start<const D: usize>(shape: [usize; D]) -> Tensor<D> {
     let mut values: Vec<f32> = values(shape, 99).into_data().try_into_vec().unwrap();
-    for value in values.iter_mut().take(2) {
+    for value in values.iter_mut().take(4) {
         *value = -0.0;
     }
     Tensor::from_data(TensorData::new(values, shape), &Device::flex())

@@ -27,6 +27,10 @@ impl OptimizerId {
 
 /// A scalar of an update: a number, or a `[1]` tensor on the device.
 #[derive(Debug, Clone)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "few at a time, and none for long"
+)]
 pub(crate) enum Scalar {
     Host(f64),
     Device(Tensor<1>),
