@@ -398,7 +398,11 @@ impl Context {
             self.rate_read = true;
         }
         let index = self.slots.len();
-        let tensor = source.tensor(index, request.dtype)?;
+        let Some(tensor) = source.tensor(index, request.dtype) else {
+            // What the value makes of a marked rate may not look like one: this step has its rate baked in.
+            self.rate_read = true;
+            return None;
+        };
         if self.mode == Mode::Watched {
             let steps = request.clock.map_or(0, |(_, steps)| steps);
             let value = (request.value)(request.rate, steps);
