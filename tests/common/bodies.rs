@@ -100,7 +100,7 @@ pub fn a_train_step_model_replays(device: &Device) {
         // The twin drops its tensors elsewhere, so fusion cuts its queue into other kernels.
         let (ours, theirs) = (bits(&step.model()), bits(&eager.model));
         let when = format_args!("step {index}");
-        assert_same_or_near(&device, &ours, &theirs, 1e-5, when);
+        assert_same_or_near(&device, &ours, &theirs, CUT_TOLERANCE, when);
     }
 }
 
@@ -1179,11 +1179,10 @@ pub fn a_step_that_differs_when_recorded_is_refused(device: &Device) {
         };
         assert_eq!(word(&out), expected, "step {index}: {}", out.path);
         eager.step(batch(&device, index, 64), LR);
-        assert_same(
-            &bits(&step.model()),
-            &bits(&eager.model),
-            format_args!("step {index}"),
-        );
+        // What the fusion server has seen decides how it cuts a queue, and it has seen the fourth call.
+        let (ours, theirs) = (bits(&step.model()), bits(&eager.model));
+        let when = format_args!("step {index}");
+        assert_same_or_near(&device, &ours, &theirs, CUT_TOLERANCE, when);
     }
 }
 
@@ -1360,24 +1359,30 @@ pub fn an_optimizer_replays<M: Net>(
         let (device, model, twin) = twins::<M>(device);
         // Plain Burn runs the same closure: when it drops a tensor decides how fusion cuts the queue.
         let plain = closure::<M, _>(&device, |_| {});
+        let unrecorded = twin.valid().train();
         let mut expected = Training::new(twin, theirs());
-        let mut step = GraphedStep::new(
-            Training::new(model, ours()),
-            required(),
-            closure::<M, _>(&device, |_| {}),
-        )
-        .expect("one device");
-        let mut words = Vec::new();
+        let step_of = |model: M, config: GraphConfig| {
+            let step = closure::<M, _>(&device, |_| {});
+            GraphedStep::new(Training::new(model, ours()), config, step).expect("one device")
+        };
+        let mut step = step_of(model, required());
+        let mut unrecorded = step_of(unrecorded, GraphConfig::new().with_warmup(u32::MAX));
+        let (mut words, mut moved) = (Vec::new(), 0.0);
         for index in 0..steps {
             let out = step
                 .run(batch(&device, index, 64), rate(index))
                 .expect("runs");
             words.push(word(&out));
+            moved += rate(index);
+            unrecorded
+                .run(batch(&device, index, 64), rate(index))
+                .expect("runs");
             plain(&mut expected, batch(&device, index, 64), rate(index).into());
             if compare {
-                let (ours, theirs) = (bits(&step.model()), bits(expected.model()));
                 let when = format_args!("step {index}, {words:?}");
-                assert_same_or_near(&device, &ours, &theirs, OPTIMIZER_TOLERANCE, when);
+                let ours = bits(&step.model());
+                assert_same(&ours, &bits(&unrecorded.model()), when);
+                assert_same_or_moved(&device, &ours, &bits(expected.model()), moved, when);
             }
         }
         let report = step.report();
