@@ -1353,6 +1353,8 @@ pub fn an_optimizer_replays<M: Net>(
     ours: impl Fn() -> ModuleOptimizer,
     theirs: impl Fn() -> ModuleOptimizer,
 ) {
+    // A momentum of 0.9 carries a parameter up to ten times as far as the rate.
+    const REACH: f64 = 10.0;
     let rate = |index: usize| 0.01 * (1.0 + (index as f64 * 0.7).sin());
     // The first pass tunes the kernels on both sides.
     for compare in [false, true] {
@@ -1382,7 +1384,8 @@ pub fn an_optimizer_replays<M: Net>(
                 let when = format_args!("step {index}, {words:?}");
                 let ours = bits(&step.model());
                 assert_same(&ours, &bits(&unrecorded.model()), when);
-                assert_same_or_moved(&device, &ours, &bits(expected.model()), moved, when);
+                let theirs = bits(expected.model());
+                assert_same_or_moved(&device, &ours, &theirs, REACH * moved, when);
             }
         }
         let report = step.report();

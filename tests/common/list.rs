@@ -372,3 +372,23 @@ fn parameters_without_gradients() {
 fn case_03_every_optimizer_replays() {
     state_bodies::every_optimizer_replays(&device(), &state_bodies::OPTIMIZERS, 12)
 }
+
+#[test]
+#[serial]
+fn half_precision_trains() {
+    for dtype in [burn::tensor::FloatDType::F16, burn::tensor::FloatDType::BF16] {
+        state_bodies::half_precision_trains(&device(), dtype);
+    }
+}
+
+#[test]
+#[serial]
+fn lbfgs_stays_eager() {
+    state_bodies::lbfgs_stays_eager(&device())
+}
+
+#[test]
+#[serial]
+fn global_norm_clipping_replays() {
+    state_bodies::global_norm_clipping_replays(&device())
+}

@@ -5,13 +5,13 @@ use super::bodies::an_optimizer_replays;
 use super::*;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::module::ParamGroup;
+use burn::module::{ModuleMapper, ParamGroup};
 use burn::nn::{Dropout, DropoutConfig};
 use burn::optim::GradientsAccumulator;
-use burn::tensor::Distribution;
+use burn::tensor::{Distribution, FloatDType};
 use burn_cuda_graph::optim::{self as ours, LossScaler, LossScalerConfig};
 use burn_cuda_graph::{FallbackReason, StepError, StepState, with_random};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 /// A convolution, BatchNorm, dropout and a linear layer.
@@ -753,4 +753,148 @@ fn state_bytes(state: &impl StepState) -> Vec<Vec<u8>> {
         bytes.push(data.as_bytes().to_vec());
     });
     bytes
+}
+
+/// Half precision under dynamic loss scaling: the first steps overflow and are skipped, the scale falls until they do not,
+/// and the net trains; replays are the bits of the same step unrecorded.
+pub fn half_precision_trains(device: &Device, dtype: FloatDType) {
+    if !device.supports_dtype(dtype) {
+        // A software driver may lack a half precision; a card with hardware graphs has both.
+        let software = burn_cuda_graph::Support::Software;
+        assert_eq!(burn_cuda_graph::support(device), software, "{dtype:?}");
+        println!("{device:?} has no {dtype:?}: not run");
+        return;
+    }
+    let (device, model, _) = twins::<Mlp>(device);
+    let model = model.map(&mut Cast(dtype));
+    let twin = model.valid().train();
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let scaler = || {
+        LossScalerConfig::new()
+            .with_init_scale(f64::powi(2.0, 127 - 24))
+            .with_backoff_factor(f64::powi(2.0, -20))
+            .with_growth_interval(8)
+            .init(&device)
+    };
+    let step_of = |(t, scaler): &mut (Training<Mlp>, LossScaler), (x, y): Batch, lr: StepRate| {
+        let out = t.model().forward(x.cast(dtype)).cast(FloatDType::F32);
+        let loss = loss.forward(out, y);
+        let grads = scaler.scale(loss.clone()).backward();
+        let grads = GradientsParams::from_grads(grads, t.model());
+        t.optimize_scaled(lr, grads, scaler);
+        loss
+    };
+    let make = |model: Mlp, config: GraphConfig| {
+        let optimizer = ours::AdamConfig::new().with_epsilon(1e-3).init();
+        let state = (Training::new(model, optimizer), scaler());
+        GraphedStep::new(state, config, step_of).expect("one device")
+    };
+    let mut step = make(model, required());
+    let mut twin = make(twin, GraphConfig::new().with_warmup(u32::MAX));
+    let mut losses = Vec::new();
+    for index in 0..40 {
+        let out = step.run(batch(&device, index % 8, 64), 0.01).expect("runs");
+        twin.run(batch(&device, index % 8, 64), 0.01).expect("runs");
+        losses.push(value(&out.output));
+        let (ours, theirs) = (state_bytes(&step.state()), state_bytes(&twin.state()));
+        assert!(ours == theirs, "step {index}");
+    }
+    let scale = value(&step.state().1.current());
+    assert!(scale < f32::powi(2.0, 100), "no step overflowed: {scale:e}");
+    assert!(
+        losses[39] < losses[0] * 0.9 && losses.iter().all(|loss| loss.is_finite()),
+        "{losses:?}"
+    );
+    assert!(step.report().replayed >= 30, "{}", step.report());
+}
+
+struct Cast(FloatDType);
+
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        let cast = Tensor::from_inner(tensor.inner().cast(self.0)).require_grad();
+        Param::from_mapped_value(id, cast, mapper)
+    }
+}
+
+/// L-BFGS reads the device to decide what to run next: such a step is never a graph, says why, and is right.
+pub fn lbfgs_stays_eager(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let optimizer = || {
+        let config = burn::optim::LBFGSConfig::new().with_max_iter(3);
+        Rc::new(RefCell::new(config.init()))
+    };
+    let step_of = |optimizer: Rc<RefCell<burn::optim::LBFGS>>| {
+        let loss = loss.clone();
+        move |t: &mut Training<Mlp>, (x, y): Batch, lr: StepRate| {
+            let rate = lr.value();
+            t.update(|model, _| {
+                let evaluate = |model: Mlp| {
+                    let loss = loss.forward(model.forward(x.clone()), y.clone());
+                    let now = f64::from(value(&loss));
+                    (now, GradientsParams::from_grads(loss.backward(), &model))
+                };
+                optimizer.borrow_mut().step(rate, model, evaluate).0
+            });
+        }
+    };
+    let sgd = || SgdConfig::new().init();
+    let training = Training::new(model, sgd());
+    let mut step =
+        GraphedStep::new(training, GraphConfig::new(), step_of(optimizer())).expect("one device");
+    let (plain, mut twin) = (step_of(optimizer()), Training::new(twin, sgd()));
+    let mut words = Vec::new();
+    for index in 0..10 {
+        let out = step.run(batch(&device, 0, 64), 0.05).expect("runs");
+        words.push(word(&out));
+        plain(&mut twin, batch(&device, 0, 64), 0.05.into());
+        let (ours, theirs) = (bits(&step.model()), bits(twin.model()));
+        let when = format_args!("step {index} {words:?}");
+        assert_same_or_near(&device, &ours, &theirs, 1e-3, when);
+    }
+    assert_eq!(step.report().captures, 0, "{words:?}");
+    assert!(!step.report().refusals.is_empty(), "{words:?}");
+}
+
+/// Clipping by the global norm, decided on the device, replays.
+pub fn global_norm_clipping_replays(device: &Device) {
+    for compare in [false, true] {
+        let (device, model, twin) = twins::<Mlp>(device);
+        let loss = CrossEntropyLossConfig::new().init(&device);
+        let step_of = |t: &mut Training<Mlp>, (x, y): Batch, lr: StepRate| {
+            let loss = loss.forward(t.model().forward(x), y);
+            let grads = GradientsParams::from_grads(loss.backward(), t.model());
+            let (grads, norm) = ours::clip_by_global_norm(t.model(), grads, 0.1);
+            t.optimize(lr, grads);
+            norm
+        };
+        let (mine, theirs) = optimizer("sgd-momentum");
+        let mut step =
+            GraphedStep::new(Training::new(model, mine), required(), step_of).expect("one device");
+        let mut twin = Training::new(twin, theirs);
+        let mut norms = Vec::new();
+        for index in 0..12 {
+            let out = step.run(batch(&device, index, 64), LR).expect("runs");
+            let theirs = step_of(&mut twin, batch(&device, index, 64), LR.into());
+            norms.push(value(&out.output));
+            if compare {
+                let (ours, theirs) = (
+                    (bits(&step.model()), norms[index]),
+                    (bits(twin.model()), value(&theirs)),
+                );
+                let when = format_args!("step {index}");
+                assert_same_or_near(&device, &ours.0, &theirs.0, CUT_TOLERANCE, when);
+                assert!(
+                    (ours.1 - theirs.1).abs() <= CUT_TOLERANCE * theirs.1.max(1.0),
+                    "{when}"
+                );
+            }
+        }
+        // It clips, and the norms are those of different steps.
+        assert!(norms.iter().all(|norm| *norm > 0.1), "{norms:?}");
+        assert!(norms.windows(2).all(|pair| pair[0] != pair[1]));
+        assert!(step.report().replayed >= 7);
+    }
 }
