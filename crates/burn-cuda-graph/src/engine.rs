@@ -440,6 +440,10 @@ impl<F, G> Engine<F, G> {
                 let reason = FallbackReason::NotVerified(mismatch.clone());
                 entry.lifecycle.refuse(reason.clone());
                 entry.bytes = 0;
+                // The eager step is the one that was taken.
+                entry.eager += 1;
+                self.counters.eager += 1;
+                self.counters.fall_back(&reason);
                 self.counters.refuse(&reason);
                 host.released();
                 Err(StepError::Verification(mismatch))
@@ -560,6 +564,11 @@ mod tests {
         live_graphs: std::rc::Rc<std::cell::Cell<i64>>,
         released: u64,
         opened: u64,
+        /// The key of the call without its rate, and the keys whose steps hold theirs.
+        free: Option<ShapeKey>,
+        baked: std::collections::HashSet<ShapeKey>,
+        watched_rate: bool,
+        wrong: bool,
     }
 
     #[derive(Clone, Copy, Debug)]
@@ -570,6 +579,7 @@ mod tests {
         Final,
         Busy,
         Stale,
+        RateBaked,
         Panic,
     }
 
@@ -588,10 +598,22 @@ mod tests {
         fn eager(&mut self, watch: Watch) -> Result<(u64, Option<u64>), StepError> {
             assert!(!self.panics_eager, "scripted");
             self.value += 1;
-            Ok((self.value, (watch != Watch::Off).then_some(self.operations)))
+            let baked = self
+                .free
+                .as_ref()
+                .is_none_or(|key| self.baked.contains(key));
+            let operations = match self.watched_rate && !baked {
+                true => READS_RATE,
+                false => self.operations,
+            };
+            Ok((self.value, (watch != Watch::Off).then_some(operations)))
         }
         fn compare(before: Option<&u64>, now: &u64) -> Verdict {
             match before {
+                _ if *now == READS_RATE => Verdict::RateBaked {
+                    before: 0.1,
+                    after: 0.2,
+                },
                 None => Verdict::First,
                 Some(before) if before == now => Verdict::Same,
                 Some(_) => Verdict::Differs(FallbackReason::UnstableOperations {
@@ -633,15 +655,27 @@ mod tests {
                 })),
                 Outcome::Busy => Attempt::Busy,
                 Outcome::Stale => Attempt::Stale,
+                Outcome::RateBaked => match &self.free {
+                    Some(key) if !self.baked.contains(key) => Attempt::RateBaked,
+                    _ => Attempt::Busy,
+                },
                 Outcome::Panic => panic!("scripted"),
             })
         }
-        fn replay(&mut self, _graph: &Graph) -> Result<u64, NoReplay> {
+        fn replay(&mut self, _graph: &Graph, verify: bool) -> Result<u64, NoReplay> {
             if self.misfits {
                 return Err(NoReplay::Misfit("another shape".into()));
             }
             self.value += 1;
-            Ok(self.value)
+            match verify && self.wrong {
+                true => Err(NoReplay::Wrong(Box::new(mismatch()))),
+                false => Ok(self.value),
+            }
+        }
+        fn bake_rate(&mut self) -> ShapeKey {
+            let free = self.free.clone().expect("a key");
+            self.baked.insert(free.clone());
+            baked(&free)
         }
         fn reset(&mut self) {
             assert_eq!(
@@ -668,8 +702,48 @@ mod tests {
         ShapeKey {
             tensors: vec![],
             host: vec![crate::HostField::Int(id as i64)],
-            learning_rate_bits: 1,
+            rate_classes: vec![],
+            learning_rate_bits: None,
         }
+    }
+
+    fn baked(free: &ShapeKey) -> ShapeKey {
+        ShapeKey {
+            learning_rate_bits: Some(vec![1]),
+            ..free.clone()
+        }
+    }
+
+    /// The operations of a step that reads its rate.
+    const READS_RATE: u64 = u64::MAX;
+
+    fn mismatch() -> Mismatch {
+        Mismatch {
+            name: "weight".into(),
+            index: 0,
+            differing: 1,
+            elements: 1,
+            largest: 1.0,
+            first_index: 0,
+            first_operation: "Add".into(),
+            last_index: 0,
+            last_operation: "Add".into(),
+        }
+    }
+
+    /// Take a step as `GraphedStep` does: under the key that has the rate where the step holds it.
+    fn take(
+        engine: &mut Engine<u64, Graph>,
+        id: u64,
+        host: &mut Scripted,
+    ) -> Result<(u64, StepPath), StepError> {
+        let free = key(id);
+        let key = match host.baked.contains(&free) {
+            true => baked(&free),
+            false => free.clone(),
+        };
+        host.free = Some(free);
+        engine.step(key, None, host)
     }
 
     /// A small reproducible generator: the programs must be the same on every machine.
@@ -693,7 +767,8 @@ mod tests {
             let config = GraphConfig::new()
                 .with_max_graphs(1 + random.below(3) as usize)
                 .with_warmup(2 + random.below(3) as u32)
-                .with_room_retries(random.below(3) as u32);
+                .with_room_retries(random.below(3) as u32)
+                .verify(1 + random.below(3) as u32);
             let max_graphs = config.max_graphs;
             let mut engine = Engine::new(config);
             let mut host = Scripted::default();
@@ -707,24 +782,31 @@ mod tests {
                         Outcome::Final,
                         Outcome::Busy,
                         Outcome::Stale,
+                        Outcome::RateBaked,
                         Outcome::Panic,
-                    ][random.below(7) as usize];
+                    ][random.below(8) as usize];
                     host.windows = vec![outcome];
                 }
                 host.panics_eager = random.below(25) == 0;
                 host.misfits = random.below(40) == 0;
                 host.operations = u64::from(random.below(30) == 0);
+                host.watched_rate = random.below(50) == 0;
+                host.wrong = random.below(30) == 0;
                 if random.below(60) == 0 {
                     engine.invalidate();
                 }
                 let before = host.value;
                 let id = random.below(5);
-                match catch_unwind(AssertUnwindSafe(|| engine.step(key(id), None, &mut host))) {
+                match catch_unwind(AssertUnwindSafe(|| take(&mut engine, id, &mut host))) {
                     Ok(result) => {
-                        let (output, _) = result.expect("the fallback policy never errs here");
                         steps += 1;
                         assert_eq!(host.value, before + 1, "seed {seed}");
-                        assert_eq!(output, host.value);
+                        match result {
+                            Ok((output, _)) => assert_eq!(output, host.value),
+                            Err(error) => {
+                                assert!(matches!(error, StepError::Verification(_)) && host.wrong);
+                            }
+                        }
                     }
                     Err(_) => {
                         panics += 1;
@@ -832,7 +914,7 @@ mod tests {
         let mut host = Scripted::default();
         let mut at = |rate: f64| {
             let key = ShapeKey {
-                learning_rate_bits: rate.to_bits(),
+                learning_rate_bits: Some(vec![rate.to_bits()]),
                 ..key(0)
             };
             engine.step(key, None, &mut host).expect("runs").1
@@ -845,5 +927,66 @@ mod tests {
                 after: 0.2
             })
         );
+    }
+
+    /// A step that reads its rate begins again under a key that has it, once, and each rate is recorded by itself.
+    #[test]
+    fn a_step_that_reads_its_rate_is_recorded_under_it() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted {
+            watched_rate: true,
+            ..Default::default()
+        };
+        let mut paths = Vec::new();
+        for _ in 0..6 {
+            paths.push(take(&mut engine, 0, &mut host).expect("runs").1);
+        }
+        let moved = FallbackReason::LearningRateMoved {
+            before: 0.1,
+            after: 0.2,
+        };
+        assert_eq!(paths[0], StepPath::Eager(moved));
+        assert_eq!(
+            paths[3..],
+            [StepPath::Recorded, StepPath::Replayed, StepPath::Replayed]
+        );
+        // Found when it is recorded, it is recorded in the same step.
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted {
+            windows: vec![Outcome::RateBaked],
+            ..Default::default()
+        };
+        for _ in 0..3 {
+            take(&mut engine, 0, &mut host).expect("runs");
+        }
+        assert_eq!(
+            take(&mut engine, 0, &mut host).expect("runs").1,
+            StepPath::Recorded
+        );
+        assert_eq!(
+            take(&mut engine, 0, &mut host).expect("runs").1,
+            StepPath::Replayed
+        );
+        assert_eq!((host.opened, engine.report().entries.len()), (2, 1));
+    }
+
+    /// A replay that is found wrong is an error once; the key stays eager, and the step that was taken is counted.
+    #[test]
+    fn a_wrong_replay_is_an_error_and_the_last_one() {
+        let mut engine = Engine::new(GraphConfig::new().verify(2));
+        let mut host = Scripted {
+            wrong: true,
+            ..Default::default()
+        };
+        let outcomes: Vec<bool> = (0..8)
+            .map(|_| take(&mut engine, 0, &mut host).is_ok())
+            .collect();
+        assert_eq!(outcomes, [true, true, true, true, true, false, true, true]);
+        let report = engine.report();
+        assert_eq!(
+            (report.steps(), host.value, host.live_graphs.get()),
+            (8, 8, 0)
+        );
+        assert_eq!(report.entries[0].phase, "refused");
     }
 }
