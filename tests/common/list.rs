@@ -271,6 +271,7 @@ fn case_03_adam_replays() {
     bodies::an_optimizer_replays::<Mlp>(
         &device(),
         12,
+        true,
         || burn_cuda_graph::optim::AdamConfig::new().init(),
         || burn::optim::AdamConfig::new().init(),
     )
@@ -282,6 +283,7 @@ fn case_04_sgd_follows_a_moving_rate() {
     bodies::an_optimizer_replays::<Mlp>(
         &device(),
         12,
+        true,
         || burn_cuda_graph::optim::SgdConfig::new().init(),
         || burn::optim::SgdConfig::new().init(),
     )

@@ -131,7 +131,10 @@ pub fn muon<M: Module>(model: &M) -> (ModuleOptimizer, ModuleOptimizer) {
 pub fn every_optimizer_replays(device: &Device, names: &[&str], steps: usize) {
     for name in names {
         println!("{name}");
-        an_optimizer_replays::<Mlp>(device, steps, || optimizer(name).0, || optimizer(name).1);
+        // Norms over a whole tensor: CubeCL may sum them with atomics, which do not repeat their last bits on a card.
+        let repeats = !matches!(*name, "lamb" | "adafactor");
+        let (mine, theirs) = (|| optimizer(name).0, || optimizer(name).1);
+        an_optimizer_replays::<Mlp>(device, steps, repeats, mine, theirs);
     }
 }
 
@@ -771,7 +774,7 @@ pub fn half_precision_trains(device: &Device, dtype: FloatDType) {
     let loss = CrossEntropyLossConfig::new().init(&device);
     let scaler = || {
         LossScalerConfig::new()
-            .with_init_scale(f64::powi(2.0, 127 - 24))
+            .with_init_scale(f64::powi(2.0, 127))
             .with_backoff_factor(f64::powi(2.0, -20))
             .with_growth_interval(8)
             .init(&device)
@@ -800,7 +803,7 @@ pub fn half_precision_trains(device: &Device, dtype: FloatDType) {
         assert!(ours == theirs, "step {index}");
     }
     let scale = value(&step.state().1.current());
-    assert!(scale < f32::powi(2.0, 100), "no step overflowed: {scale:e}");
+    assert!(scale < f32::powi(2.0, 120), "no step overflowed: {scale:e}");
     assert!(
         losses[39] < losses[0] * 0.9 && losses.iter().all(|loss| loss.is_finite()),
         "{losses:?}"
