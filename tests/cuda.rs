@@ -5,7 +5,7 @@ mod common;
 mod random_bodies;
 
 use burn::tensor::Device;
-use common::{BnNet, Mlp, bodies, state_bodies};
+use common::{BnNet, Mlp, bodies, frozen_bodies, state_bodies};
 use serial_test::serial;
 
 fn device() -> Device {

@@ -394,3 +394,57 @@ fn lbfgs_stays_eager() {
 fn global_norm_clipping_replays() {
     state_bodies::global_norm_clipping_replays(&device())
 }
+
+#[test]
+#[serial]
+fn counts_that_part_after_recording() {
+    frozen_bodies::counts_that_part_after_recording(&device())
+}
+
+#[test]
+#[serial]
+fn a_part_cloned_over_another() {
+    frozen_bodies::a_part_cloned_over_another(&device())
+}
+
+#[test]
+#[serial]
+fn released_graphs_count_once() {
+    frozen_bodies::released_graphs_count_once(&device())
+}
+
+#[test]
+#[serial]
+fn an_optimizer_reloaded_in_a_step() {
+    frozen_bodies::an_optimizer_reloaded_in_a_step(&device())
+}
+
+#[test]
+#[serial]
+fn an_own_rate_that_moves() {
+    frozen_bodies::an_own_rate_that_moves(&device())
+}
+
+#[test]
+#[serial]
+fn arithmetic_on_a_rate() {
+    frozen_bodies::arithmetic_on_a_rate(&device())
+}
+
+#[test]
+#[serial]
+fn an_own_optimize_that_halves() {
+    frozen_bodies::an_own_optimize_that_halves(&device())
+}
+
+#[test]
+#[serial]
+fn a_batch_on_the_tape() {
+    frozen_bodies::a_batch_on_the_tape(&device())
+}
+
+#[test]
+#[serial]
+fn rates_for_nameless_parameters() {
+    frozen_bodies::rates_for_nameless_parameters(&device())
+}

@@ -7,6 +7,7 @@
 #![allow(dead_code)]
 
 pub mod bodies;
+pub mod frozen_bodies;
 pub mod state_bodies;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;

@@ -71,6 +71,8 @@ pub(crate) struct Rates {
     pub classes: Vec<f64>,
     /// The class of each parameter, and the parameter; empty when all are of class 0.
     members: Vec<(ParamId, u16)>,
+    /// What was given holds for every parameter that classes were made for, and for no other.
+    pub exact: bool,
 }
 
 impl Rates {
@@ -98,6 +100,7 @@ impl Rates {
             }
         }
         Self {
+            exact: matches!(given.source, RateSource::Uniform(_)) || !parameters.is_empty(),
             given,
             classes,
             members,
@@ -141,10 +144,10 @@ impl Rates {
 
 /// The learning rate of the step, as its closure gets it.
 ///
-/// Hand it on: to [`Training::optimize`](crate::Training::optimize), or, as `lr.into()`, to anything that takes a
-/// [`ModuleLearningRate`]. `lr * 0.1` is a rate that follows this one. Used in these ways with the optimizers of
-/// [`optim`](crate::optim), a new rate needs no new recording. [`value`](Self::value) gives the number; a step that asks
-/// for it has the rate baked in, and each rate its own graph.
+/// Hand it on to [`Training::optimize`](crate::Training::optimize) and its siblings; `lr * 0.1` is a rate that follows this
+/// one. Used in these ways with the optimizers of [`optim`](crate::optim), a new rate needs no new recording.
+/// [`value`](Self::value) and [`module`](Self::module) give numbers; a step that asks for them has the rate baked in, and
+/// each rate its own graph.
 ///
 /// Valid during the step it was made for. One made from an `f64` is that number, for calling a step's closure outside of
 /// a step.
@@ -184,12 +187,30 @@ impl StepRate {
         .unwrap_or(f64::NAN)
     }
 
-    /// The rates as Burn's optimizers take them.
+    /// The rates as Burn's optimizers take them: numbers, so that, as after [`value`](Self::value), the step's rates are part
+    /// of its shape key. [`Training::optimize`](crate::Training::optimize) takes the rate itself.
     pub fn module(self) -> ModuleLearningRate {
-        if let Some(number) = self.number {
-            return (number * self.scale).into();
+        if self.number.is_none() {
+            with_context(|context| context.rate_read = true);
         }
-        with_context(|context| context.module_rate(self.scale)).unwrap_or_else(|| f64::NAN.into())
+        self.numbers()
+    }
+
+    /// The rates, marked while they are tracked. They must reach an optimizer as they are.
+    pub(crate) fn tracked(self) -> ModuleLearningRate {
+        match self.number {
+            Some(number) => (number * self.scale).into(),
+            None => with_context(|context| context.module_rate(self.scale))
+                .unwrap_or_else(|| f64::NAN.into()),
+        }
+    }
+
+    fn numbers(self) -> ModuleLearningRate {
+        match self.number {
+            Some(number) => (number * self.scale).into(),
+            None => with_context(|context| context.number_rate(self.scale))
+                .unwrap_or_else(|| f64::NAN.into()),
+        }
     }
 }
 
@@ -233,6 +254,53 @@ impl From<StepRate> for ModuleLearningRate {
     }
 }
 
+/// The rate of an update: that of the step, or one of the caller's own.
+#[derive(Clone)]
+pub struct UpdateRate(pub(crate) UpdateRateKind);
+
+#[derive(Clone)]
+pub(crate) enum UpdateRateKind {
+    Step(StepRate),
+    Own(ModuleLearningRate),
+}
+
+impl core::fmt::Debug for UpdateRate {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match &self.0 {
+            UpdateRateKind::Step(rate) => rate.fmt(f),
+            UpdateRateKind::Own(rates) => write!(f, "{}", rates.base()),
+        }
+    }
+}
+
+impl From<StepRate> for UpdateRate {
+    fn from(rate: StepRate) -> Self {
+        Self(UpdateRateKind::Step(rate))
+    }
+}
+
+impl From<f64> for UpdateRate {
+    fn from(rate: f64) -> Self {
+        Self(UpdateRateKind::Own(rate.into()))
+    }
+}
+
+impl From<ModuleLearningRate> for UpdateRate {
+    fn from(rates: ModuleLearningRate) -> Self {
+        Self(UpdateRateKind::Own(rates))
+    }
+}
+
+impl UpdateRate {
+    /// As an optimizer takes it.
+    pub(crate) fn tracked(self) -> ModuleLearningRate {
+        match self.0 {
+            UpdateRateKind::Step(rate) => rate.tracked(),
+            UpdateRateKind::Own(rates) => rates,
+        }
+    }
+}
+
 /// How the step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
@@ -269,8 +337,9 @@ pub(crate) enum SlotRate {
 pub(crate) struct Slot {
     pub dtype: DType,
     pub rate: SlotRate,
-    /// The step counter it reads, and the count it was recorded at.
-    pub clock: Option<(u64, u64)>,
+    /// The count it reads, and the step counters that showed it: parameters whose counts are equal share a slot.
+    pub steps: Option<u64>,
+    pub clocks: Vec<u64>,
     pub value: SlotValue,
 }
 
@@ -279,7 +348,7 @@ impl core::fmt::Debug for Slot {
         f.debug_struct("Slot")
             .field("dtype", &self.dtype)
             .field("rate", &self.rate)
-            .field("clock", &self.clock)
+            .field("steps", &self.steps)
             .finish_non_exhaustive()
     }
 }
@@ -345,15 +414,20 @@ impl Context {
     }
 
     fn module_rate(&mut self, scale: f64) -> ModuleLearningRate {
+        let first = self.marks.len() as u64;
+        let classes = self.rates.classes.len() as u16;
+        self.marks.extend((0..classes).map(|class| (class, scale)));
         match self.mode {
-            Mode::Recording { tracked: true } => {
-                let first = self.marks.len() as u64;
-                let classes = self.rates.classes.len() as u16;
-                self.marks.extend((0..classes).map(|class| (class, scale)));
-                self.rates
-                    .module_rate(|class| f64::from_bits(MARK | (first + u64::from(class))))
-            }
-            _ if scale == 1.0 => match &self.rates.given.source {
+            Mode::Recording { tracked: true } => self
+                .rates
+                .module_rate(|class| f64::from_bits(MARK | (first + u64::from(class)))),
+            _ => self.number_rate(scale),
+        }
+    }
+
+    fn number_rate(&self, scale: f64) -> ModuleLearningRate {
+        match scale {
+            1.0 if self.rates.exact => match &self.rates.given.source {
                 RateSource::Uniform(rate) => (*rate).into(),
                 RateSource::Module(rates) => rates.clone(),
             },
@@ -374,6 +448,16 @@ impl Context {
             let number = self.rates.classes[class as usize] * scale;
             return (SlotRate::Class { class, scale }, number.to_bits());
         }
+        if !matches!(self.mode, Mode::Recording { tracked: true }) {
+            // Told by the number. One of the closure's own that happens to be equal is found out when rates are marked.
+            let handed = |(class, scale): &&(u16, f64)| {
+                (self.rates.classes[*class as usize] * scale).to_bits() == bits
+            };
+            if let Some((class, scale)) = self.marks.iter().find(handed) {
+                let (class, scale) = (*class, *scale);
+                return (SlotRate::Class { class, scale }, bits);
+            }
+        }
         (SlotRate::Constant(rate), bits)
     }
 
@@ -393,6 +477,13 @@ impl Context {
         if let Some(index) = self.known.get(&key) {
             // A marked rate that shares its slot with another one would follow that one.
             if self.slots[*index].rate == rate {
+                let clocks = &mut self.slots[*index].clocks;
+                clocks.extend(
+                    request
+                        .clock
+                        .map(|(clock, _)| clock)
+                        .filter(|clock| !clocks.contains(clock)),
+                );
                 return source.tensor(*index, request.dtype);
             }
             self.rate_read = true;
@@ -411,7 +502,8 @@ impl Context {
         self.slots.push(Slot {
             dtype: request.dtype,
             rate,
-            clock: request.clock,
+            steps: request.clock.map(|(_, steps)| steps),
+            clocks: request.clock.map(|(clock, _)| clock).into_iter().collect(),
             value: request.value,
         });
         self.known.insert(key, index);
@@ -489,8 +581,8 @@ mod tests {
         let context = Context::new(Mode::Recording { tracked: true }, rates(0.05), None);
         let ((), mut left) = enter(context, || {
             let rate = StepRate::new();
-            let plain: ModuleLearningRate = rate.into();
-            let halved: ModuleLearningRate = (rate * 0.5).into();
+            let plain = rate.tracked();
+            let halved = (rate * 0.5).tracked();
             let id = ParamId::new();
             let (plain, halved) = (
                 plain.lr_from_param(id, None),
@@ -512,11 +604,16 @@ mod tests {
     #[test]
     fn a_read_rate_is_noticed() {
         for mode in [Mode::Watched, Mode::Recording { tracked: true }] {
-            let (value, left) = enter(Context::new(mode, rates(0.25), None), || {
-                (StepRate::new() * 2.0).value()
-            });
-            assert_eq!(value, 0.5);
-            assert!(left.rate_read);
+            for read in [
+                |rate: StepRate| rate.value(),
+                |rate: StepRate| rate.module().base(),
+            ] {
+                let (value, left) = enter(Context::new(mode, rates(0.25), None), || {
+                    read(StepRate::new() * 2.0)
+                });
+                assert_eq!(value, 0.5);
+                assert!(left.rate_read);
+            }
         }
     }
 
@@ -534,7 +631,7 @@ mod tests {
         assert_eq!(rates.partition(), [0, 1, 0]);
         let context = Context::new(Mode::Recording { tracked: true }, rates, None);
         let ((), _) = enter(context, || {
-            let marked = StepRate::new().module();
+            let marked = StepRate::new().tracked();
             let classes: Vec<SlotRate> = ids
                 .iter()
                 .filter_map(|id| {

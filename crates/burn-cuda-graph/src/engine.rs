@@ -38,6 +38,8 @@ pub(crate) enum Attempt<G, O> {
     Stale,
     /// The step uses its learning rate as a number, so what was recorded would hold for one rate only.
     RateBaked,
+    /// The state no longer fits the buffers that the graphs share; nothing was recorded.
+    Misfit(String),
 }
 
 /// Why a sealed graph was not replayed.
@@ -383,6 +385,15 @@ impl<F, G> Engine<F, G> {
                 reason
             }
             Attempt::Busy => FallbackReason::CaptureBusy,
+            Attempt::Misfit(detail) => {
+                let reason = FallbackReason::Refused { detail };
+                log::warn!("[{key}] graphs dropped, warming up anew: {reason}");
+                self.counters.refuse(&reason);
+                self.invalidate();
+                host.reset();
+                self.require(&reason)?;
+                return self.stay(None, reason, host);
+            }
             Attempt::RateBaked => {
                 let key = self.move_entry(&key, host);
                 return self.record(key, attempt, host);

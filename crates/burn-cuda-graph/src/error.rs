@@ -70,6 +70,13 @@ pub enum FallbackReason {
         /// What of it a replay would freeze.
         detail: String,
     },
+    /// A step replaces the state of an optimizer, step counts included, by another's.
+    #[error(
+        "the step puts another optimizer's state, step counts included, in the place of one (a part of the state was \
+         cloned or loaded in the step): a replay could move its tensors but not its counts; copy the model alone, or \
+         do it outside with update_state"
+    )]
+    ReplacedCounters,
     /// The learning rate differs from that of the other steps with the same shapes.
     #[error(
         "the learning rate moved from {before} to {after}, and the step's launches hold it as a constant, so each rate needs \
@@ -194,6 +201,7 @@ impl FallbackReason {
             FallbackReason::RandomEscaped { .. } => "random-escaped",
             FallbackReason::MovingScalar { .. } => "moving-scalar",
             FallbackReason::StockOptimizer { .. } => "stock-optimizer",
+            FallbackReason::ReplacedCounters => "replaced-counters",
             FallbackReason::LearningRateMoved { .. } => "learning-rate-moved",
             FallbackReason::HostData { .. } => "host-data",
             FallbackReason::HostRead { .. } => "host-read",
@@ -256,6 +264,12 @@ pub enum StepError {
     /// go on; the graph is dropped, and the key stays eager with [`FallbackReason::NotVerified`].
     #[error("{0}; the state is what the eager step left, and the graph is dropped")]
     Verification(Box<Mismatch>),
+    /// Rates by parameter group were given for a state that names no parameters.
+    #[error(
+        "the state names no parameters, so rates by group cannot be told apart: implement StepState::parameters, or give \
+         one number as the rate; the state is unchanged"
+    )]
+    RateGroups,
     /// A tensor of the batch is on another device than the state.
     #[error(
         "tensor {index} of the batch is on {found}, the state is on {expected}: move the batch with `to_device`; the \
@@ -336,6 +350,9 @@ pub enum StepError {
 impl StepError {
     /// Whether the call can be made again with another batch or policy: nothing was run and the state is intact.
     pub fn is_retryable(&self) -> bool {
-        !matches!(self, StepError::Replay { .. } | StepError::Device { .. })
+        !matches!(
+            self,
+            StepError::Replay { .. } | StepError::Device { .. } | StepError::Verification(_)
+        )
     }
 }

@@ -8,6 +8,7 @@
 //! The observer is process-wide and hears every thread. A step's own operations are the ones connected, through the
 //! tensors they share, to its state, its batch or its output; a loader uploading on another thread is not.
 
+use crate::context::SlotRate;
 use crate::error::FallbackReason;
 use crate::lifecycle::Verdict;
 use crate::shape_key::HostField;
@@ -91,11 +92,13 @@ pub(crate) struct Fingerprint {
     pub rates: Vec<f64>,
     /// The step asked for its rate as a number.
     pub rate_read: bool,
+    /// Where the rate of each slot comes from.
+    pub slots: Vec<SlotRate>,
     /// Random draws that ran on Burn's generator.
     pub escaped: u32,
     /// What to import in place of a stock optimizer that keeps tensors.
     pub replacement: Option<String>,
-    never: Option<FallbackReason>,
+    pub never: Option<FallbackReason>,
 }
 
 impl Fingerprint {
@@ -138,6 +141,7 @@ impl Fingerprint {
             host: Vec::new(),
             rates: Vec::new(),
             rate_read: false,
+            slots: Vec::new(),
             escaped: 0,
             replacement: None,
             never,
@@ -299,6 +303,9 @@ impl Fingerprint {
                 }
             }
         }
+        if let Some(reason) = moved_rate(&before.slots, &self.slots) {
+            return Some(reason);
+        }
         if self.host != before.host {
             let pairs = before.host.iter().zip(&self.host);
             let moved = pairs.into_iter().find(|(old, new)| old != new);
@@ -320,6 +327,27 @@ impl Fingerprint {
             after: format!("tensor {new}"),
         })
     }
+}
+
+/// How the rates behind two steps' slots differ.
+fn moved_rate(before: &[SlotRate], now: &[SlotRate]) -> Option<FallbackReason> {
+    if before == now {
+        return None;
+    }
+    let told = |rate: Option<&SlotRate>| match rate {
+        Some(SlotRate::Constant(rate)) => format!("{rate}"),
+        Some(SlotRate::Class { scale, .. }) => format!("the step's, times {scale}"),
+        None => "none".to_string(),
+    };
+    let index = (0..before.len().max(now.len()))
+        .find(|index| before.get(*index) != now.get(*index))
+        .unwrap_or(0);
+    Some(FallbackReason::MovingScalar {
+        operation: "a scalar that an optimizer computes from its learning rate".into(),
+        index,
+        before: told(before.get(index)),
+        after: told(now.get(index)),
+    })
 }
 
 /// A reason why no recording can hold this operation.

@@ -45,7 +45,9 @@ pub(crate) struct HostCore {
     /// The step's scalars on the device.
     scalars: Option<Arc<Mutex<DeviceScalars>>>,
     /// What the state's counters show; replays since are in `ticks`.
-    clocks: HashMap<u64, u64>,
+    clocks: Clocks,
+    /// The graph replayed last; its own replays keep its counts in step.
+    last: Option<Arc<Ticks>>,
     /// What a replay of each graph adds to the state's counters.
     ticks: Vec<Arc<Ticks>>,
 }
@@ -54,6 +56,8 @@ pub(crate) struct HostCore {
 #[derive(Debug)]
 struct Ticks {
     by: HashMap<u64, u64>,
+    /// The parts of the state that it was recorded over.
+    parts: Vec<u64>,
     pending: AtomicU64,
 }
 
@@ -66,7 +70,8 @@ impl HostCore {
             scalars: pool
                 .as_ref()
                 .and_then(|pool| DeviceScalars::new(device, &pool.client)),
-            clocks: HashMap::new(),
+            clocks: Clocks::default(),
+            last: None,
             ticks: Vec::new(),
             pool,
             driver: DeviceDriver::new(device.clone()),
@@ -106,7 +111,38 @@ impl HostCore {
         }
         // One handle is this list's: the graphs of the others are gone.
         self.ticks.retain(|ticks| Arc::strong_count(ticks) > 1);
-        self.clocks = clocks_of(state);
+        // Each part of the state counts by itself from here on, whatever it was cloned from.
+        state.separate_clocks(&mut HashSet::new());
+        self.clocks = Clocks::of(state);
+        self.last = None;
+    }
+
+    /// The count that `clock` shows now.
+    fn count(&self, clock: u64) -> Option<u64> {
+        Some(self.clocks.get(clock)? + self.pending(clock))
+    }
+
+    /// Why `graph` no longer fits the state's counters: parts were replaced since, or counts that were equal when it was
+    /// recorded, and share a scalar, no longer are.
+    fn outgrown<O>(&mut self, graph: &Sealed<O>) -> Option<String> {
+        let last = self.last.as_ref();
+        if last.is_some_and(|last| Arc::ptr_eq(last, &graph.ticks)) {
+            return None;
+        }
+        if graph.ticks.parts != self.clocks.parts {
+            return Some("an optimizer of the state was replaced".into());
+        }
+        for slot in &graph.slots {
+            let Some((clocks, _)) = &slot.clock else {
+                continue;
+            };
+            let first = clocks.first().and_then(|clock| self.count(*clock));
+            if first.is_none() || clocks.iter().any(|clock| self.count(*clock) != first) {
+                return Some("step counts that were equal when it was recorded differ now".into());
+            }
+        }
+        self.last = Some(graph.ticks.clone());
+        None
     }
 
     /// The scalars that the next replay of `graph` is to see.
@@ -119,9 +155,9 @@ impl HostCore {
                     rate.unwrap_or_else(|| rates.base()) * scale
                 }
             };
-            let steps = slot.clock.map_or(0, |(clock, ahead)| {
-                let shown = self.clocks.get(&clock).copied().unwrap_or(0);
-                shown + self.pending(clock) + ahead
+            let steps = slot.clock.as_ref().map_or(0, |(clocks, ahead)| {
+                let shown = clocks.first().and_then(|clock| self.count(*clock));
+                shown.unwrap_or(0) + ahead
             });
             (slot.dtype, (slot.value)(rate, steps))
         };
@@ -144,6 +180,9 @@ impl HostCore {
     /// Let the graph-owned state go; every graph must be gone.
     pub fn forget(&mut self) {
         self.attached = false;
+        // Whoever takes the state out has its counts settled, or settles them in what is taken.
+        self.ticks.clear();
+        self.last = None;
         let stream = self.stream;
         if let Some(pool) = &mut self.pool {
             // What was copied out of the buffers has to have been before they are let go of.
@@ -223,8 +262,8 @@ pub(crate) struct Sealed<O> {
 struct ReplaySlot {
     dtype: DType,
     rate: SlotRate,
-    /// The counter it reads, and how far ahead of its value before the step.
-    clock: Option<(u64, u64)>,
+    /// The counters it reads, which are equal, and how far ahead of their value before the step.
+    clock: Option<(Vec<u64>, u64)>,
     value: SlotValue,
 }
 
@@ -239,11 +278,15 @@ impl core::fmt::Debug for ReplaySlot {
 
 impl ReplaySlot {
     /// `slot`, relative to the counters before the step; `None` for one that reads a counter made in the step.
-    fn new(slot: &Slot, before: &HashMap<u64, u64>) -> Option<Self> {
-        let clock = match slot.clock {
-            Some((clock, steps)) => {
-                let before = before.get(&clock)?;
-                Some((clock, steps.checked_sub(*before)?))
+    fn new(slot: &Slot, before: &Clocks) -> Option<Self> {
+        let clock = match slot.steps {
+            Some(steps) => {
+                let first = before.get(*slot.clocks.first()?)?;
+                let equal = |clock: &u64| before.get(*clock) == Some(first);
+                if !slot.clocks.iter().all(equal) {
+                    return None;
+                }
+                Some((slot.clocks.clone(), steps.checked_sub(first)?))
             }
             None => None,
         };
@@ -256,13 +299,28 @@ impl ReplaySlot {
     }
 }
 
-/// The state's counters.
-fn clocks_of<S: StepState>(state: &S) -> HashMap<u64, u64> {
-    let mut clocks = HashMap::new();
-    state.visit_clocks(&mut |clock, value| {
-        clocks.insert(clock, value);
-    });
-    clocks
+/// The state's counters, and the numbers of its parts in the order of its visit.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Clocks {
+    counts: HashMap<u64, u64>,
+    parts: Vec<u64>,
+}
+
+impl Clocks {
+    fn of<S: StepState>(state: &S) -> Self {
+        let mut clocks = Self::default();
+        state.visit_clocks(&mut |clock, value| {
+            clocks.parts.push(clock);
+            if let Some(value) = value {
+                clocks.counts.insert(clock, value);
+            }
+        });
+        clocks
+    }
+
+    fn get(&self, clock: u64) -> Option<u64> {
+        self.counts.get(&clock).copied()
+    }
 }
 
 impl<O> Sealed<O> {
@@ -414,6 +472,11 @@ where
         if !attached {
             self.core.settle_clocks(self.state);
         }
+        if let Some(detail) = self.core.outgrown(graph) {
+            // The graphs go; what their replays left has to be out of their buffers and in the counters.
+            self.detach();
+            return Err(NoReplay::Misfit(detail));
+        }
         self.core.refresh_scalars(graph, self.rates, self.random);
         let Some(pool) = self.core.pool.as_mut() else {
             return Err(NoReplay::Misfit("the graph's pool is gone".to_string()));
@@ -564,7 +627,7 @@ where
 
     fn watch_eager(&mut self) -> Result<(O, Fingerprint), StepError> {
         let before = state::tensors_of(self.state);
-        let clocks = clocks_of(self.state);
+        let clocks = Clocks::of(self.state);
         let step_end = self.core.pool.as_ref().map(|pool| pool.step_end(&before));
         let recorder = Arc::new(Recorder::default());
         let (output, context, escaped, launches) = {
@@ -685,7 +748,7 @@ where
             ),
             (Some(owned), false) => {
                 if let Err(detail) = owned.write(&before) {
-                    return Ok(Attempt::Refused(Refusal::Other { detail }));
+                    return Ok(Attempt::Misfit(detail));
                 }
                 (owned.clone(), before.clone())
             }
@@ -779,14 +842,19 @@ where
                 let Some(slots) = slots else {
                     return Err("an optimizer's state was made while recording".into());
                 };
-                let ticks = clocks_of(state)
+                let ticks = Clocks::of(state)
+                    .counts
                     .into_iter()
                     .filter_map(|(clock, after)| {
-                        let before = clocks.get(&clock)?;
-                        Some((clock, after.checked_sub(*before)?))
+                        let before = clocks.get(clock)?;
+                        Some((clock, after.checked_sub(before)?))
                     })
                     .collect();
-                let recorded = Recorded { slots, ticks };
+                let recorded = Recorded {
+                    slots,
+                    ticks,
+                    parts: clocks.parts.clone(),
+                };
                 drop(step_end);
                 // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
                 // that is the state from before the step is copied before that is overwritten.
@@ -839,6 +907,7 @@ where
         self.core.attached = true;
         let ticks = Arc::new(Ticks {
             by: recorded.ticks,
+            parts: recorded.parts,
             pending: AtomicU64::new(0),
         });
         self.core.ticks.push(ticks.clone());
@@ -895,6 +964,7 @@ struct Recorded {
     slots: Vec<ReplaySlot>,
     /// What the step added to the state's counters.
     ticks: HashMap<u64, u64>,
+    parts: Vec<u64>,
 }
 
 /// How two tensors differ.
@@ -953,7 +1023,7 @@ struct Observed<'a> {
     batch: &'a [AnyTensor],
     after: &'a [AnyTensor],
     /// The state's counters before the step.
-    clocks: &'a HashMap<u64, u64>,
+    clocks: &'a Clocks,
 }
 
 impl Observed<'_> {
@@ -977,12 +1047,22 @@ impl Observed<'_> {
         output.visit_host_fields(&mut |field| fingerprint.host.push(field));
         // How far the step moved each counter, which a replay will move as far; -1 for one it made.
         state.visit_clocks(&mut |clock, after| {
-            let moved = self
-                .clocks
-                .get(&clock)
-                .map(|before| after as i64 - *before as i64);
-            fingerprint.host.push(HostField::Int(moved.unwrap_or(-1)));
+            if let Some(after) = after {
+                let before = self.clocks.get(clock);
+                let moved = before.map(|before| after as i64 - before as i64);
+                fingerprint.host.push(HostField::Int(moved.unwrap_or(-1)));
+            }
         });
+        // Parts may be made in a step, behind or between others; one that is gone or double was replaced.
+        let before = &self.clocks.parts;
+        let after = Clocks::of(state).parts;
+        let distinct: HashSet<u64> = after.iter().copied().collect();
+        let old = |part: &u64| before.contains(part);
+        let kept: Vec<u64> = after.iter().copied().filter(old).collect();
+        if distinct.len() != after.len() || kept != *before {
+            fingerprint.never = Some(FallbackReason::ReplacedCounters);
+        }
+        fingerprint.slots = context.slots.iter().map(|slot| slot.rate).collect();
         fingerprint.rates = context.rates.classes.clone();
         fingerprint.rate_read = context.rate_read;
         fingerprint

@@ -60,7 +60,7 @@ mod scalars;
 mod train;
 
 pub use config::{GraphConfig, Policy};
-pub use context::{LearningRates, StepRate};
+pub use context::{LearningRates, StepRate, UpdateRate};
 pub use driver::tolerate_captures;
 pub use error::{FallbackReason, Mismatch, StepError};
 #[cfg(feature = "wgpu")]

@@ -1,13 +1,14 @@
 //! The state that a step updates: model, optimizer, whatever else it carries from one step to the next.
 
+use crate::context::UpdateRate;
 use crate::error::FallbackReason;
 use crate::optim::{self, StateData, Steps};
 use crate::shape_key::HostField;
 use crate::tensor::AnyTensor;
-use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, DType, Int, Tensor};
+use std::collections::HashSet;
 
 /// What a step updates.
 ///
@@ -33,16 +34,22 @@ pub trait StepState: Clone {
         let _ = visit;
     }
 
-    /// The parameters that learning rates are given for, with their paths in the module. Default: none, and every one
-    /// gets the base rate.
+    /// The parameters that learning rates are given for, with their paths in the module. Default: none, and the rate is to
+    /// be one number.
     fn parameters(&self) -> Vec<(ParamId, String)> {
         Vec::new()
     }
 
     /// Hand every host counter that a step advances by a fixed amount to `visit`: a number that tells it from the
-    /// others, and its value. Default: none.
-    fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
+    /// others, and its value; `None` for a part that counts nothing and is only told from others. Default: none.
+    fn visit_clocks(&self, visit: &mut dyn FnMut(u64, Option<u64>)) {
         let _ = visit;
+    }
+
+    /// Give counters that share a number (one part was cloned from another) numbers of their own. `seen` are those met so
+    /// far. Default: nothing.
+    fn separate_clocks(&mut self, seen: &mut HashSet<u64>) {
+        let _ = seen;
     }
 
     /// Advance every counter of [`visit_clocks`](Self::visit_clocks) by what `by` answers for its number: replays ran,
@@ -170,7 +177,8 @@ impl<M: Module> Training<M> {
     /// Update the model: `model = optimizer.step(lr, model, grads)`.
     ///
     /// A panic in the optimizer leaves the model as it was.
-    pub fn optimize(&mut self, lr: impl Into<ModuleLearningRate>, grads: GradientsParams) {
+    pub fn optimize(&mut self, lr: impl Into<UpdateRate>, grads: GradientsParams) {
+        let lr = lr.into().tracked();
         self.model = self.optimizer.step(lr, self.model.clone(), grads);
     }
 
@@ -248,7 +256,7 @@ impl<M: Module> Training<M> {
     /// # Panics
     ///
     /// When nothing was ever accumulated.
-    pub fn apply(&mut self, lr: impl Into<ModuleLearningRate>) {
+    pub fn apply(&mut self, lr: impl Into<UpdateRate>) {
         let grads = self.take_accumulated();
         self.optimize(lr, grads);
     }
@@ -334,14 +342,37 @@ impl<M: Module> StepState for Training<M> {
         optim::parameters(&self.model)
     }
 
-    fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
+    fn visit_clocks(&self, visit: &mut dyn FnMut(u64, Option<u64>)) {
         if self.ownership == Ownership::Ours {
             for state in optim::states(&self.optimizer).values() {
-                if let (true, Steps::Host(steps)) = (state.timed, &state.steps) {
-                    visit(state.clock, *steps);
-                }
+                let steps = match (state.timed, &state.steps) {
+                    (true, Steps::Host(steps)) => Some(*steps),
+                    _ => None,
+                };
+                visit(state.clock, steps);
             }
         }
+    }
+
+    fn separate_clocks(&mut self, seen: &mut HashSet<u64>) {
+        if self.ownership != Ownership::Ours {
+            return;
+        }
+        let mut clocks: Vec<u64> = optim::states(&self.optimizer)
+            .values()
+            .map(|state| state.clock)
+            .collect();
+        if clocks.iter().any(|clock| seen.contains(clock)) {
+            self.optimizer = optim::with_states(self.optimizer.clone(), |states| {
+                for state in states.values_mut() {
+                    if seen.contains(&state.clock) {
+                        state.renumber();
+                    }
+                }
+                clocks = states.values().map(|state| state.clock).collect();
+            });
+        }
+        seen.extend(clocks);
     }
 
     fn advance_clocks(&mut self, by: &dyn Fn(u64) -> u64) {
@@ -511,8 +542,11 @@ macro_rules! tuple_state {
                 $(parameters.extend(self.$index.parameters());)*
                 parameters
             }
-            fn visit_clocks(&self, visit: &mut dyn FnMut(u64, u64)) {
+            fn visit_clocks(&self, visit: &mut dyn FnMut(u64, Option<u64>)) {
                 $(self.$index.visit_clocks(visit);)*
+            }
+            fn separate_clocks(&mut self, seen: &mut HashSet<u64>) {
+                $(self.$index.separate_clocks(seen);)*
             }
             fn advance_clocks(&mut self, by: &dyn Fn(u64) -> u64) {
                 $(self.$index.advance_clocks(by);)*

@@ -156,7 +156,8 @@ where
     ///
     /// # Errors
     ///
-    /// Bad input ([`StepError::BatchDevice`], [`StepError::EmptyBatch`], [`StepError::LearningRate`]) and, under
+    /// Bad input ([`StepError::BatchDevice`], [`StepError::EmptyBatch`], [`StepError::LearningRate`],
+    /// [`StepError::RateGroups`]) and, under
     /// [`Policy::RequireGraph`](crate::Policy::RequireGraph), [`StepError::GraphRequired`]: the step did not run, the
     /// state is as it was, and the call can be made again. [`StepError::Replay`] and [`StepError::Device`] when the
     /// device fails.
@@ -168,6 +169,9 @@ where
         let rates = Rates::new(lr.into(), &self.parameters);
         if let Some(value) = rates.not_finite() {
             return Err(StepError::LearningRate { value });
+        }
+        if !rates.exact {
+            return Err(StepError::RateGroups);
         }
         crate::driver::tolerate_captures();
         self.follow_thread()?;
@@ -447,7 +451,8 @@ where
 {
     let backup = state.clone();
     let tensors = state::tensors_of(state);
-    let batch = batch.clone();
+    // Off the tape that the batch may have been computed on, as a recorded step has it.
+    let batch = batch.clone().map_tensors(&mut |tensor| tensor.as_leaf());
     match catch_unwind(AssertUnwindSafe(|| {
         step(&mut *state, batch, StepRate::new())
     })) {

@@ -53,6 +53,8 @@ pub use scaler::{LossScaler, LossScalerConfig};
 pub use sgd::{Sgd, SgdConfig, SgdLayout, SgdState};
 pub use state::{Layout, Leaf, OptimizerState};
 
+#[cfg(feature = "train")]
+pub(crate) use state::arriving_rates;
 pub(crate) use state::{StateData, Steps, ours, parameters, states, with_states};
 
 /// The configuration to import from here in place of the stock optimizer that `optimizer` is, told by what it keeps;

@@ -1,9 +1,8 @@
 //! Loss scaling for half-precision training, decided on the device.
 
-use crate::context::with_skip_mask;
+use crate::context::{UpdateRate, with_skip_mask};
 use crate::state::{StepState, Training};
 use crate::tensor::AnyTensor;
-use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, DType, Device, Tensor};
@@ -232,7 +231,7 @@ impl<M: Module> Training<M> {
     /// With an optimizer that is not of [`optim`](crate::optim): Burn's own have no way to leave their state as it is.
     pub fn optimize_scaled(
         &mut self,
-        lr: impl Into<ModuleLearningRate>,
+        lr: impl Into<UpdateRate>,
         grads: GradientsParams,
         scaler: &mut LossScaler,
     ) {

@@ -86,15 +86,24 @@ pub(crate) struct StateData {
     pub leaves: Vec<(&'static str, AnyTensor)>,
 }
 
+fn next_clock() -> u64 {
+    static CLOCKS: AtomicU64 = AtomicU64::new(1);
+    CLOCKS.fetch_add(1, Ordering::Relaxed)
+}
+
 impl StateData {
     pub fn new<L: Layout>(steps: Steps, leaves: Vec<(&'static str, AnyTensor)>) -> Self {
-        static CLOCKS: AtomicU64 = AtomicU64::new(1);
         Self {
-            clock: CLOCKS.fetch_add(1, Ordering::Relaxed),
+            clock: next_clock(),
             timed: L::TIME.is_some(),
             steps,
             leaves,
         }
+    }
+
+    /// A counter told from every other.
+    pub fn renumber(&mut self) {
+        self.clock = next_clock();
     }
 
     /// Every tensor, the device's step count included.
@@ -351,6 +360,51 @@ pub(crate) fn ours<M: Module>(optimizer: &ModuleOptimizer, model: &M) -> BTreeSe
     match hooked(Hook::Probe(BTreeSet::new()), probe).1 {
         Some(Hook::Probe(asked)) => asked,
         _ => BTreeSet::new(),
+    }
+}
+
+/// The rates that arrive at an optimizer when `optimize` is called on a copy of `model`, with an optimizer that changes
+/// nothing and each parameter as its own gradient.
+#[cfg(feature = "train")]
+pub(crate) fn arriving_rates<M: Module>(
+    model: &M,
+    optimize: impl FnOnce(M, &mut ModuleOptimizer, GradientsParams) -> M,
+) -> Vec<f64> {
+    let model = model.valid().train();
+    let mut grads = Everything(GradientsParams::new());
+    model.visit(&mut grads);
+    let listener = Listener::default();
+    let mut optimizer = ModuleOptimizer::from(listener.clone());
+    drop(optimize(model, &mut optimizer, grads.0));
+    let heard = listener.0.lock();
+    heard
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+        .clone()
+}
+
+/// An optimizer that changes nothing and notes the rates it gets.
+#[cfg(feature = "train")]
+#[derive(Clone, Default)]
+struct Listener(std::sync::Arc<std::sync::Mutex<Vec<f64>>>);
+
+#[cfg(feature = "train")]
+impl Optimizer for Listener {
+    type State<const D: usize> = ();
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        _grad: Tensor<D>,
+        _state: Option<()>,
+    ) -> (Tensor<D>, Option<()>) {
+        let heard = self.0.lock();
+        heard
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+            .push(lr);
+        (tensor, None)
+    }
+    fn to_device<const D: usize>(state: (), _device: &Device) {
+        state
     }
 }
 
