@@ -70,6 +70,17 @@ pub enum FallbackReason {
         /// What of it a replay would freeze.
         detail: String,
     },
+    /// The state has other tensors than in the step before: an optimizer made its own in it.
+    #[error(
+        "the state has {after} tensors where it had {before}: an optimizer makes its own in its first step; the step is \
+         compared with the next one"
+    )]
+    StateGrew {
+        /// Tensors of the state in the step before.
+        before: usize,
+        /// Tensors now.
+        after: usize,
+    },
     /// A step replaces the state of an optimizer, step counts included, by another's.
     #[error(
         "the step puts another optimizer's state, step counts included, in the place of one (a part of the state was \
@@ -201,6 +212,7 @@ impl FallbackReason {
             FallbackReason::RandomEscaped { .. } => "random-escaped",
             FallbackReason::MovingScalar { .. } => "moving-scalar",
             FallbackReason::StockOptimizer { .. } => "stock-optimizer",
+            FallbackReason::StateGrew { .. } => "state-grew",
             FallbackReason::ReplacedCounters => "replaced-counters",
             FallbackReason::LearningRateMoved { .. } => "learning-rate-moved",
             FallbackReason::HostData { .. } => "host-data",
@@ -224,6 +236,7 @@ impl FallbackReason {
             FallbackReason::WarmingUp { .. }
                 | FallbackReason::CaptureBusy
                 | FallbackReason::LearningRateMoved { .. }
+                | FallbackReason::StateGrew { .. }
         )
     }
 }

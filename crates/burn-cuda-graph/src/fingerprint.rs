@@ -259,10 +259,9 @@ impl Fingerprint {
 
     fn first_difference(&self, before: &Fingerprint) -> Option<FallbackReason> {
         if self.state_tensors != before.state_tensors {
-            return Some(FallbackReason::UnstableOperations {
-                index: 0,
-                before: format!("on a state of {} tensors", before.state_tensors),
-                after: format!("on one of {}", self.state_tensors),
+            return Some(FallbackReason::StateGrew {
+                before: before.state_tensors,
+                after: self.state_tensors,
             });
         }
         let ended = || "the end of the step".to_string();

@@ -251,7 +251,8 @@ impl<M: Module> Training<M> {
         give.grads
     }
 
-    /// Update the model with the accumulated gradients; the next micro-batch begins anew.
+    /// Update the model with the accumulated gradients; the next micro-batch begins anew. Called twice with no micro-batch
+    /// in between, it applies the same gradients twice.
     ///
     /// # Panics
     ///
