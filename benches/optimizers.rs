@@ -25,7 +25,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Device;
 use burn_cuda_graph::{GraphConfig, GraphedStep, Training, support, with_random};
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
-use burn_cuda_graph_suite::environment::Environment;
+use burn_cuda_graph_suite::environment::{self, Environment};
 use burn_cuda_graph_suite::models::MlpConfig;
 use clap::Parser;
 use common::state_bodies::{DropNet, OPTIMIZERS, muon, optimizer};
@@ -79,13 +79,6 @@ struct Row {
     samples: usize,
     scalars_us: f64,
     replay_host_us: f64,
-}
-
-#[derive(Serialize)]
-struct Results {
-    #[serde(flatten)]
-    environment: Environment,
-    rows: Vec<Row>,
 }
 
 fn pair_of<M: Net>(name: &str, model: &M) -> (ModuleOptimizer, ModuleOptimizer) {
@@ -276,9 +269,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     if let Some(path) = &args.json {
         let graph = support(&device).to_string();
-        let environment = Environment::of(&device, graph);
-        let results = Results { environment, rows };
-        std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
+        environment::save(path, Environment::of(&device, graph), rows)?;
         println!("written to {}", path.display());
     }
     Ok(())

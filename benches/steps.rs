@@ -26,7 +26,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepPath, StepRate, Training, support};
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
-use burn_cuda_graph_suite::environment::Environment;
+use burn_cuda_graph_suite::environment::{self, Environment};
 use burn_cuda_graph_suite::models::{Mlp, MlpConfig, ResNet18, ResNet18Config};
 use clap::Parser;
 use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
@@ -111,13 +111,6 @@ struct Memory {
     reserved_after_replays: u64,
     captures: usize,
     reserved_per_capture: Vec<u64>,
-}
-
-#[derive(Serialize)]
-struct Results {
-    #[serde(flatten)]
-    environment: Environment,
-    rows: Vec<Row>,
 }
 
 /// A network with an input of its own shape.
@@ -504,9 +497,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     if let Some(path) = &args.json {
         let graph = support(&device).to_string();
-        let environment = Environment::of(&device, graph);
-        let results = Results { environment, rows };
-        std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
+        environment::save(path, Environment::of(&device, graph), rows)?;
         println!("written to {}", path.display());
     }
     Ok(())

@@ -2,6 +2,8 @@
 
 use burn::tensor::Device;
 use serde::Serialize;
+use std::io;
+use std::path::Path;
 
 /// Card, driver, versions, commit and command.
 #[derive(Debug, Clone, Serialize)]
@@ -52,6 +54,22 @@ impl Environment {
             date: output_of("date", &["-u", "+%Y-%m-%d"]).unwrap_or_default(),
         }
     }
+}
+
+/// Write `rows`, measured in `environment`, to `path` as JSON.
+///
+/// # Errors
+///
+/// When the file cannot be written.
+pub fn save<R: Serialize>(path: &Path, environment: Environment, rows: Vec<R>) -> io::Result<()> {
+    #[derive(Serialize)]
+    struct Results<R> {
+        #[serde(flatten)]
+        environment: Environment,
+        rows: Vec<R>,
+    }
+    let results = Results { environment, rows };
+    std::fs::write(path, serde_json::to_string_pretty(&results)?)
 }
 
 fn output_of(program: &str, args: &[&str]) -> Option<String> {

@@ -1,7 +1,7 @@
 //! Steps that a recording would freeze in one place or another, each against the same step that never records: every
 //! tensor of the state and every step count after every step. `device` is a device with graphs, without autodiff.
 
-use super::state_bodies::optimizer;
+use super::state_bodies::{optimizer, state_bytes};
 use super::*;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
@@ -12,13 +12,9 @@ use std::cell::Cell;
 /// Every tensor and every counter.
 fn everything(state: &impl StepState) -> (Vec<Vec<u8>>, Vec<u64>) {
     state.settle();
-    let (mut bytes, mut counts) = (Vec::new(), Vec::new());
-    state.visit_state(&mut |tensor| {
-        let data = tensor.into_float::<1>().into_data();
-        bytes.push(data.as_bytes().to_vec());
-    });
+    let mut counts = Vec::new();
     state.visit_clocks(&mut |_, count| counts.extend(count));
-    (bytes, counts)
+    (state_bytes(state), counts)
 }
 
 /// What all rates of a run here add up to, at least.
@@ -106,6 +102,16 @@ where
     GraphedStep::new(state, config, Box::new(step) as Box<_>).expect("one device")
 }
 
+/// An ordinary step over Adam.
+fn adam_step(device: &Device, model: &Mlp, config: GraphConfig) -> Step<Training<Mlp>, Batch> {
+    let loss = CrossEntropyLossConfig::new().init(device);
+    let training = Training::new(model.valid().train(), adam());
+    graphed_over(training, config, move |t, batch: Batch, lr| {
+        let grads = update(t, &loss, batch);
+        t.optimize(lr, grads);
+    })
+}
+
 /// Counters that agree while a step is recorded and part later: the scalar they shared must not go on for both.
 pub fn counts_that_part_after_recording(device: &Device) {
     let (device, model, _) = twins::<Mlp>(device);
@@ -159,14 +165,7 @@ pub fn a_part_cloned_over_another(device: &Device) {
 /// Dropping the graphs counts no step twice.
 pub fn released_graphs_count_once(device: &Device) {
     let (device, model, _) = twins::<Mlp>(device);
-    let make = |config| {
-        let loss = CrossEntropyLossConfig::new().init(&device);
-        let training = Training::new(model.valid().train(), adam());
-        graphed_over(training, config, move |t, batch: Batch, lr| {
-            let grads = update(t, &loss, batch);
-            t.optimize(lr, grads);
-        })
-    };
+    let make = |config| adam_step(&device, &model, config);
     let release = |index: usize, step: &mut Step<Training<Mlp>, Batch>| {
         if index == 8 {
             step.release();
@@ -291,14 +290,7 @@ pub fn an_own_optimize_that_halves(device: &Device) {
 /// A batch that was computed on the autodiff device is recorded like any other.
 pub fn a_batch_on_the_tape(device: &Device) {
     let (device, model, _) = twins::<Mlp>(device);
-    let make = |config| {
-        let loss = CrossEntropyLossConfig::new().init(&device);
-        let training = Training::new(model.valid().train(), adam());
-        graphed_over(training, config, move |t, batch: Batch, lr| {
-            let grads = update(t, &loss, batch);
-            t.optimize(lr, grads);
-        })
-    };
+    let make = |config| adam_step(&device, &model, config);
     let batches = |index| {
         let (x, y) = batch(&device, index, 64);
         ((x - 0.1) / 0.3, y)

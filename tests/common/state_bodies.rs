@@ -749,7 +749,7 @@ pub fn parameters_without_gradients(device: &Device) {
 }
 
 /// The bytes of every tensor of a state.
-fn state_bytes(state: &impl StepState) -> Vec<Vec<u8>> {
+pub fn state_bytes(state: &impl StepState) -> Vec<Vec<u8>> {
     let mut bytes = Vec::new();
     state.visit_state(&mut |tensor| {
         let data = tensor.into_float::<1>().into_data();

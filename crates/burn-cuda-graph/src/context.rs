@@ -190,25 +190,24 @@ impl StepRate {
     /// The rates as Burn's optimizers take them: numbers, so that, as after [`value`](Self::value), the step's rates are part
     /// of its shape key. [`Training::optimize`](crate::Training::optimize) takes the rate itself.
     pub fn module(self) -> ModuleLearningRate {
-        if self.number.is_none() {
-            with_context(|context| context.rate_read = true);
-        }
-        self.numbers()
+        self.rates(|context, scale| {
+            context.rate_read = true;
+            context.number_rate(scale)
+        })
     }
 
     /// The rates, marked while they are tracked. They must reach an optimizer as they are.
     pub(crate) fn tracked(self) -> ModuleLearningRate {
-        match self.number {
-            Some(number) => (number * self.scale).into(),
-            None => with_context(|context| context.module_rate(self.scale))
-                .unwrap_or_else(|| f64::NAN.into()),
-        }
+        self.rates(Context::module_rate)
     }
 
-    fn numbers(self) -> ModuleLearningRate {
+    fn rates(
+        self,
+        of_step: impl FnOnce(&mut Context, f64) -> ModuleLearningRate,
+    ) -> ModuleLearningRate {
         match self.number {
             Some(number) => (number * self.scale).into(),
-            None => with_context(|context| context.number_rate(self.scale))
+            None => with_context(|context| of_step(context, self.scale))
                 .unwrap_or_else(|| f64::NAN.into()),
         }
     }
@@ -387,8 +386,6 @@ pub(crate) struct Context {
     known: HashMap<SlotKey, usize>,
     /// The closure asked for a number, so the rate must be in the key.
     pub rate_read: bool,
-    /// Parameters updated by optimizers of this crate.
-    pub updates: u64,
 }
 
 /// Quiet NaNs with this in their upper half are marked rates.
@@ -409,7 +406,6 @@ impl Context {
             slots: Vec::new(),
             known: HashMap::new(),
             rate_read: false,
-            updates: 0,
         }
     }
 
@@ -427,7 +423,7 @@ impl Context {
 
     fn number_rate(&self, scale: f64) -> ModuleLearningRate {
         match scale {
-            1.0 if self.rates.exact => match &self.rates.given.source {
+            1.0 => match &self.rates.given.source {
                 RateSource::Uniform(rate) => (*rate).into(),
                 RateSource::Module(rates) => rates.clone(),
             },
@@ -523,11 +519,6 @@ fn with_context<R>(f: impl FnOnce(&mut Context) -> R) -> Option<R> {
 /// The slot of a scalar; `None` outside a graphed step, and where there is no room.
 pub(crate) fn scalar(request: Request) -> Option<Tensor<1>> {
     with_context(|context| context.scalar(request)).flatten()
-}
-
-/// An optimizer of this crate updates a parameter.
-pub(crate) fn updating() {
-    with_context(|context| context.updates += 1);
 }
 
 /// Run `f` in `context`; the context as `f` left it, whether or not it panics.

@@ -295,6 +295,24 @@ impl<F, G> Engine<F, G> {
         Ok((output, StepPath::Eager(reason)))
     }
 
+    /// The state no longer fits the buffers that the graphs share: drop them, and run this step eagerly.
+    fn misfit<H>(
+        &mut self,
+        key: &ShapeKey,
+        detail: String,
+        host: &mut H,
+    ) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let reason = FallbackReason::Refused { detail };
+        log::warn!("[{key}] graphs dropped, warming up anew: {reason}");
+        self.counters.refuse(&reason);
+        self.invalidate();
+        host.reset();
+        self.stay(None, reason, host)
+    }
+
     /// A watched step showed that its launches hold the learning rate: begin again under a key that has it.
     fn rate_baked<H>(
         &mut self,
@@ -385,15 +403,7 @@ impl<F, G> Engine<F, G> {
                 reason
             }
             Attempt::Busy => FallbackReason::CaptureBusy,
-            Attempt::Misfit(detail) => {
-                let reason = FallbackReason::Refused { detail };
-                log::warn!("[{key}] graphs dropped, warming up anew: {reason}");
-                self.counters.refuse(&reason);
-                self.invalidate();
-                host.reset();
-                self.require(&reason)?;
-                return self.stay(None, reason, host);
-            }
+            Attempt::Misfit(detail) => return self.misfit(&key, detail, host),
             Attempt::RateBaked => {
                 let key = self.move_entry(&key, host);
                 return self.record(key, attempt, host);
@@ -437,14 +447,7 @@ impl<F, G> Engine<F, G> {
                 self.replay_times.add(started.elapsed());
                 Ok((output, StepPath::Replayed))
             }
-            Err(NoReplay::Misfit(detail)) => {
-                let reason = FallbackReason::Refused { detail };
-                log::warn!("[{key}] graphs dropped, warming up anew: {reason}");
-                self.counters.refuse(&reason);
-                self.invalidate();
-                host.reset();
-                self.stay(None, reason, host)
-            }
+            Err(NoReplay::Misfit(detail)) => self.misfit(&key, detail, host),
             Err(NoReplay::Wrong(mismatch)) => {
                 log::error!("[{key}] stays eager: {mismatch}");
                 entry.graph = None;
@@ -687,7 +690,7 @@ mod tests {
         fn bake_rate(&mut self) -> ShapeKey {
             let free = self.free.clone().expect("a key");
             self.baked.insert(free.clone());
-            baked(&free)
+            free.baked(vec![1])
         }
         fn reset(&mut self) {
             assert_eq!(
@@ -719,13 +722,6 @@ mod tests {
         }
     }
 
-    fn baked(free: &ShapeKey) -> ShapeKey {
-        ShapeKey {
-            learning_rate_bits: Some(vec![1]),
-            ..free.clone()
-        }
-    }
-
     /// The operations of a step that reads its rate.
     const READS_RATE: u64 = u64::MAX;
 
@@ -751,7 +747,7 @@ mod tests {
     ) -> Result<(u64, StepPath), StepError> {
         let free = key(id);
         let key = match host.baked.contains(&free) {
-            true => baked(&free),
+            true => free.baked(vec![1]),
             false => free.clone(),
         };
         host.free = Some(free);

@@ -373,10 +373,7 @@ where
 
     fn bake_rate(&mut self) -> ShapeKey {
         self.baked.insert(self.key.clone());
-        ShapeKey {
-            learning_rate_bits: Some(self.rates.bits()),
-            ..self.key.clone()
-        }
+        self.key.baked(self.rates.bits())
     }
 
     fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {

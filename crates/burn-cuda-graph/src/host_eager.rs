@@ -130,10 +130,7 @@ where
     }
     fn bake_rate(&mut self) -> ShapeKey {
         self.baked.insert(self.key.clone());
-        ShapeKey {
-            learning_rate_bits: Some(self.rates.bits()),
-            ..self.key.clone()
-        }
+        self.key.baked(self.rates.bits())
     }
     fn reset(&mut self) {}
     fn bytes(graph: &Sealed<O>) -> u64 {

@@ -49,6 +49,14 @@ impl ShapeKey {
         bits.first().map(|bits| f64::from_bits(*bits))
     }
 
+    /// This key for a step whose launches hold rates of these bits.
+    pub(crate) fn baked(&self, learning_rate_bits: Vec<u64>) -> Self {
+        Self {
+            learning_rate_bits: Some(learning_rate_bits),
+            ..self.clone()
+        }
+    }
+
     /// Whether `other` differs in a baked-in learning rate alone.
     pub(crate) fn differs_in_rate_only(&self, other: &ShapeKey) -> bool {
         self.learning_rate_bits != other.learning_rate_bits

@@ -478,9 +478,9 @@ fn key_of<B: TensorTree>(batch: &B, tensors: &[AnyTensor], rates: &Rates) -> Sha
 
 /// `free`, with the values of the rates where its step uses them as numbers.
 fn keyed(free: &ShapeKey, rates: &Rates, baked: &HashSet<ShapeKey>) -> ShapeKey {
-    ShapeKey {
-        learning_rate_bits: baked.contains(free).then(|| rates.bits()),
-        ..free.clone()
+    match baked.contains(free) {
+        true => free.baked(rates.bits()),
+        false => free.clone(),
     }
 }
 

@@ -72,11 +72,7 @@ impl Scalar {
 }
 
 fn as_rank<const D: usize>(value: &Tensor<1>, dtype: DType) -> Tensor<D> {
-    let value = match value.dtype() == dtype {
-        true => value.clone(),
-        false => cast(value.clone(), dtype),
-    };
-    value.reshape([1; D])
+    cast(value.clone(), dtype).reshape([1; D])
 }
 
 /// `tensor` in another float type.
@@ -156,8 +152,6 @@ impl<const D: usize, L: Layout> Update<D, L> {
         param: &Tensor<D>,
         state: Option<OptimizerState<D, L>>,
     ) -> Self {
-        context::updating();
-        let device = param.device();
         let mask = context::skip_mask();
         let old = state.map(|state| state.data);
         let fresh;
@@ -169,18 +163,16 @@ impl<const D: usize, L: Layout> Update<D, L> {
             }
         };
         let clock = known.clock;
-        let on_device = match (&known.steps, &mask) {
-            (Steps::Device(steps), _) => Some(steps.clone()),
-            (Steps::Host(steps), Some(_)) => Some(Tensor::full([1], *steps as f32, &device)),
-            (Steps::Host(_), None) => None,
+        let counted_on_device = |before: Tensor<1>| {
+            let first = before.clone().equal_scalar(0.0);
+            (Steps::Device(before.add_scalar(1.0)), Some(first))
         };
-        let (steps, first) = match (&known.steps, on_device) {
-            (_, Some(before)) => {
-                let first = before.clone().equal_scalar(0.0);
-                (Steps::Device(before.add_scalar(1.0)), Some(first))
-            }
+        let (steps, first) = match (&known.steps, &mask) {
             (Steps::Host(before), None) => (Steps::Host(before + 1), None),
-            (Steps::Device(before), None) => (Steps::Device(before.clone()), None),
+            (Steps::Host(before), Some(_)) => {
+                counted_on_device(Tensor::full([1], *before as f32, &param.device()))
+            }
+            (Steps::Device(before), _) => counted_on_device(before.clone()),
         };
         Self {
             optimizer,
