@@ -452,9 +452,7 @@ fn watching() -> Option<MutexGuard<'static, ()>> {
 
 /// The outputs of a replay, in buffers that the next replay does not write.
 fn copy_out<O: TensorTree>(output: &O) -> O {
-    output
-        .clone()
-        .map_tensors(&mut |tensor| duplicate_like(&tensor))
+    output.map_tensors(&mut |tensor| duplicate_like(&tensor))
 }
 
 impl<S, B, O, F> Host<'_, S, B, O, F>
@@ -754,7 +752,7 @@ where
         let lifted: Vec<AnyTensor> = (inputs.tensors.iter().zip(batch))
             .map(|(owned, like)| AnyTensor::lifted_like(owned.clone(), like))
             .collect();
-        let static_batch = tree::with_tensors(self.batch.clone(), &lifted, "batch")?;
+        let static_batch = tree::with_tensors(self.batch, &lifted, "batch")?;
 
         let step_end = pool.step_end(&before);
         let prepared = match Prepared::new(&self.core.driver) {
@@ -855,10 +853,12 @@ where
                 drop(step_end);
                 // Off the tape, and launched: an output nobody asked for yet would be left out of the recording. One
                 // that is the state from before the step is copied before that is overwritten.
-                let output = output.map_tensors(&mut |tensor| match owned.shares_memory(&tensor) {
+                let taped = output;
+                let output = taped.map_tensors(&mut |tensor| match owned.shares_memory(&tensor) {
                     true => duplicate_like(&tensor),
                     false => tensor.as_leaf(),
                 });
+                drop(taped);
                 Pinned::hold(tree::tensors_of(&output))?;
                 owned.write(&after)?;
                 match draws.map_or(0, |draws| draws.escaped()) {

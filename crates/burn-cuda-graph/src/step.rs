@@ -192,7 +192,9 @@ where
         stream.run(move || {
             // A tensor made on another thread's stream is viewed from this one once, here, rather than at each use.
             let tensors = tree::tensors_of(&batch);
-            let batch = tree::with_tensors(batch, &tensors, "batch")?;
+            let given = batch;
+            let batch = tree::with_tensors(&given, &tensors, "batch")?;
+            drop(given);
             check_batch(&tensors, device)?;
             let busy = nested.is_none().then_some(FallbackReason::CaptureBusy);
             let blocked = busy
@@ -452,7 +454,7 @@ where
     let backup = state.clone();
     let tensors = state::tensors_of(state);
     // Off the tape that the batch may have been computed on, as a recorded step has it.
-    let batch = batch.clone().map_tensors(&mut |tensor| tensor.as_leaf());
+    let batch = batch.map_tensors(&mut |tensor| tensor.as_leaf());
     match catch_unwind(AssertUnwindSafe(|| {
         step(&mut *state, batch, StepRate::new())
     })) {

@@ -7,15 +7,28 @@ use burn::tensor::{Bool, Int, Tensor};
 
 /// A value made of tensors (a batch, an output) and of plain host values.
 ///
-/// Implemented for tensors of every kind and rank, `()`, tuples, `Vec`, `Option`, arrays, and for host
-/// values (integers, `bool`, `String`, `&'static str`), which become part of the shape key: a step captured
-/// with `("train", x)` is not replayed for `("eval", x)`. Implement it for your own batch struct by visiting
-/// and mapping each field in the same order:
+/// Implemented for tensors of every kind and rank, `()`, tuples, `Vec`, `Option`, arrays, `Box`, for host values (integers,
+/// floats, `bool`, `char`, `String`, `&'static str`) and, with the feature `train`, for the outputs of `burn_train`. Host
+/// values become part of the shape key: a step captured with `("train", x)` is not replayed for `("eval", x)`.
+///
+/// Derive it for your own structs and enums:
+///
+/// ```
+/// use burn::tensor::{Int, Tensor};
+/// use burn_cuda_graph::TensorTree;
+///
+/// #[derive(TensorTree)]
+/// struct Batch {
+///     images: Tensor<4>,
+///     targets: Tensor<1, Int>,
+/// }
+/// ```
+///
+/// By hand, visit and map each field in the same order; the engine checks the count:
 ///
 /// ```
 /// # use burn_cuda_graph::{AnyTensor, HostField, TensorTree};
 /// # use burn::tensor::{Int, Tensor};
-/// #[derive(Clone)]
 /// struct Batch { images: Tensor<4>, targets: Tensor<1, Int> }
 ///
 /// impl TensorTree for Batch {
@@ -23,20 +36,25 @@ use burn::tensor::{Bool, Int, Tensor};
 ///         self.images.visit_tensors(visit);
 ///         self.targets.visit_tensors(visit);
 ///     }
-///     fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+///     fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
 ///         Batch { images: self.images.map_tensors(map), targets: self.targets.map_tensors(map) }
 ///     }
 /// }
 /// ```
-///
-/// Both methods must walk the same tensors in the same order; the engine checks the count.
-pub trait TensorTree: Clone {
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be part of a batch or an output of a graphed step",
+    label = "not a `TensorTree`",
+    note = "for a struct or an enum of your own: #[derive(burn_cuda_graph::TensorTree)]",
+    note = "what is neither tensors nor a host value that the shape key can hold belongs outside of the batch: let the \
+            step's closure own it if it never changes"
+)]
+pub trait TensorTree: Sized {
     /// Hand every tensor to `visit`, in a fixed order. Cloning a tensor shares its buffer.
     fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor));
 
-    /// Replace every tensor by what `map` returns for it, in the order of
-    /// [`visit_tensors`](Self::visit_tensors). `map` returns a tensor of the same kind and rank.
-    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self;
+    /// A value with what `map` returns for every tensor, in the order of [`visit_tensors`](Self::visit_tensors), and
+    /// with the same host values. `map` returns a tensor of the same kind and rank.
+    fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self;
 
     /// Hand every host value that shapes the step to `field`; it becomes part of the shape key. Lengths of
     /// containers and which variant of an enum is held belong here too. Default: none.
@@ -51,8 +69,8 @@ macro_rules! tensor_tree {
             fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
                 visit(AnyTensor::$from(self.clone()));
             }
-            fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-                map(AnyTensor::$from(self)).$into()
+            fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                map(AnyTensor::$from(self.clone())).$into()
             }
         }
     };
@@ -69,7 +87,7 @@ macro_rules! tuple_tree {
                 let _ = &visit;
                 $(self.$index.visit_tensors(visit);)*
             }
-            fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+            fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
                 let _ = &map;
                 ($(self.$index.map_tensors(map),)*)
             }
@@ -83,7 +101,7 @@ macro_rules! tuple_tree {
 
 impl TensorTree for () {
     fn visit_tensors(&self, _visit: &mut dyn FnMut(AnyTensor)) {}
-    fn map_tensors(self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {}
+    fn map_tensors(&self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {}
 }
 tuple_tree!(A.0);
 tuple_tree!(A.0, B.1);
@@ -96,8 +114,8 @@ impl<T: TensorTree> TensorTree for Vec<T> {
     fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
         self.iter().for_each(|item| item.visit_tensors(visit));
     }
-    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-        self.into_iter().map(|item| item.map_tensors(map)).collect()
+    fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        self.iter().map(|item| item.map_tensors(map)).collect()
     }
     fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
         field(HostField::Int(self.len() as i64));
@@ -109,8 +127,8 @@ impl<T: TensorTree, const N: usize> TensorTree for [T; N] {
     fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
         self.iter().for_each(|item| item.visit_tensors(visit));
     }
-    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-        self.map(|item| item.map_tensors(map))
+    fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        self.each_ref().map(|item| item.map_tensors(map))
     }
     fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
         self.iter().for_each(|item| item.visit_host_fields(field));
@@ -121,8 +139,8 @@ impl<T: TensorTree> TensorTree for Option<T> {
     fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
         self.iter().for_each(|item| item.visit_tensors(visit));
     }
-    fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-        self.map(|item| item.map_tensors(map))
+    fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        self.as_ref().map(|item| item.map_tensors(map))
     }
     fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
         field(HostField::Bool(self.is_some()));
@@ -130,12 +148,24 @@ impl<T: TensorTree> TensorTree for Option<T> {
     }
 }
 
+impl<T: TensorTree> TensorTree for Box<T> {
+    fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
+        self.as_ref().visit_tensors(visit);
+    }
+    fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        Box::new(self.as_ref().map_tensors(map))
+    }
+    fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
+        self.as_ref().visit_host_fields(field);
+    }
+}
+
 macro_rules! host_tree {
     ($($host:ty => $field:expr),* $(,)?) => {
         $(impl TensorTree for $host {
             fn visit_tensors(&self, _visit: &mut dyn FnMut(AnyTensor)) {}
-            fn map_tensors(self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-                self
+            fn map_tensors(&self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                self.clone()
             }
             fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
                 let into: fn(&$host) -> HostField = $field;
@@ -147,9 +177,16 @@ macro_rules! host_tree {
 
 host_tree!(
     bool => |v| HostField::Bool(*v),
+    char => |v| HostField::Int(i64::from(u32::from(*v))),
+    i8 => |v| HostField::Int(i64::from(*v)),
+    i16 => |v| HostField::Int(i64::from(*v)),
     i32 => |v| HostField::Int(i64::from(*v)),
     i64 => |v| HostField::Int(*v),
+    isize => |v| HostField::Int(*v as i64),
+    u8 => |v| HostField::Int(i64::from(*v)),
+    u16 => |v| HostField::Int(i64::from(*v)),
     u32 => |v| HostField::Int(i64::from(*v)),
+    u64 => |v| HostField::Bits(*v),
     usize => |v| HostField::Int(*v as i64),
     f32 => |v| HostField::Bits(u64::from(v.to_bits())),
     f64 => |v| HostField::Bits(v.to_bits()),
@@ -164,13 +201,13 @@ pub(crate) fn tensors_of<T: TensorTree>(tree: &T) -> Vec<AnyTensor> {
     tensors
 }
 
-/// `tree` with its tensors replaced by `tensors`, in order.
+/// A tree as `tree`, with `tensors` for its tensors, in order.
 ///
 /// # Errors
 ///
 /// [`StepError::TreeMismatch`] when it maps another number of tensors than it visits.
 pub(crate) fn with_tensors<T: TensorTree>(
-    tree: T,
+    tree: &T,
     tensors: &[AnyTensor],
     place: &str,
 ) -> Result<T, StepError> {
@@ -197,21 +234,20 @@ mod tests {
     #[cfg(feature = "flex")]
     #[test]
     fn a_tree_that_maps_less_than_it_visits_is_an_error() {
-        #[derive(Clone)]
         struct Half(Tensor<1>, Tensor<1>);
         impl TensorTree for Half {
             fn visit_tensors(&self, visit: &mut dyn FnMut(AnyTensor)) {
                 self.0.visit_tensors(visit);
                 self.1.visit_tensors(visit);
             }
-            fn map_tensors(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-                Half(self.0.map_tensors(map), self.1)
+            fn map_tensors(&self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+                Half(self.0.map_tensors(map), self.1.clone())
             }
         }
         let tensor = || Tensor::<1>::ones([2], &burn::tensor::Device::flex());
         let half = Half(tensor(), tensor());
         let tensors = tensors_of(&half);
-        let error = with_tensors(half, &tensors, "batch")
+        let error = with_tensors(&half, &tensors, "batch")
             .map(|_| ())
             .expect_err("maps one of two");
         assert_eq!(
