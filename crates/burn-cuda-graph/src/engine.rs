@@ -100,6 +100,8 @@ struct Entry<F, G> {
     bytes: u64,
     eager: u64,
     replays: u64,
+    /// Why its last eager step was eager.
+    last: Option<FallbackReason>,
 }
 
 impl<F, G> Entry<F, G> {
@@ -111,6 +113,7 @@ impl<F, G> Entry<F, G> {
             bytes: 0,
             eager: 0,
             replays: 0,
+            last: None,
         }
     }
 }
@@ -164,6 +167,12 @@ impl<F, G> Engine<F, G> {
             .iter()
             .find(|(other, _)| *other == key)
             .and_then(|(_, entry)| entry.graph.as_ref())
+    }
+
+    /// Whether the next step of `key` would open a window.
+    pub fn would_record(&self, key: &ShapeKey) -> bool {
+        let entry = self.cache.iter().find(|(other, _)| *other == key);
+        entry.is_some_and(|(_, entry)| matches!(entry.lifecycle.decide(), Decision::Record { .. }))
     }
 
     pub fn config(&self) -> &GraphConfig {
@@ -291,6 +300,9 @@ impl<F, G> Engine<F, G> {
         if let (Some(moved), FallbackReason::WarmingUp { done: 1, .. }) = (moved, &reason) {
             reason = moved;
         }
+        if let Some(entry) = self.cache.get_mut(&key) {
+            entry.last = Some(reason.clone());
+        }
         self.counters.fall_back(&reason);
         Ok((output, StepPath::Eager(reason)))
     }
@@ -333,6 +345,9 @@ impl<F, G> Engine<F, G> {
         }
         if before != after {
             reason = FallbackReason::LearningRateMoved { before, after };
+        }
+        if let Some(entry) = self.cache.get_mut(&key) {
+            entry.last = Some(reason.clone());
         }
         self.counters.fall_back(&reason);
         StepPath::Eager(reason)
@@ -516,6 +531,7 @@ impl<F, G> Engine<F, G> {
         self.eager_times.add(started.elapsed());
         if let Some(entry) = key.and_then(|key| self.cache.get_mut(key)) {
             entry.eager += 1;
+            entry.last = Some(reason.clone());
         }
     }
 
@@ -538,6 +554,7 @@ impl<F, G> Engine<F, G> {
                 eager: entry.eager,
                 replayed: entry.replays,
                 refusal: entry.lifecycle.refusal().cloned(),
+                last_fallback: entry.last.clone(),
             })
             .collect();
         entries.sort_by_key(|entry| core::cmp::Reverse((entry.replayed, entry.eager)));

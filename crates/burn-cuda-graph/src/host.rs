@@ -50,6 +50,13 @@ pub(crate) struct HostCore {
     last: Option<Arc<Ticks>>,
     /// What a replay of each graph adds to the state's counters.
     ticks: Vec<Arc<Ticks>>,
+    /// Tells these graph-owned buffers from those before and after them.
+    generation: u64,
+}
+
+fn next_generation() -> u64 {
+    static GENERATIONS: AtomicU64 = AtomicU64::new(1);
+    GENERATIONS.fetch_add(1, Ordering::Relaxed)
 }
 
 /// What a replay of one graph adds to the state's counters, and how many are not in them yet.
@@ -79,6 +86,19 @@ impl HostCore {
             stream: StreamId::current(),
             support: support.clone(),
             attached: false,
+            generation: next_generation(),
+        }
+    }
+
+    /// Changes whenever the graph-owned buffers do: graphs of another generation are not to be replayed.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Give empty pages back to the driver.
+    pub fn trim(&self) {
+        if let Some(pool) = &self.pool {
+            pool.trim();
         }
     }
 
@@ -180,6 +200,7 @@ impl HostCore {
     /// Let the graph-owned state go; every graph must be gone.
     pub fn forget(&mut self) {
         self.attached = false;
+        self.generation = next_generation();
         // Whoever takes the state out has its counts settled, or settles them in what is taken.
         self.ticks.clear();
         self.last = None;
@@ -343,6 +364,8 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub core: &'a mut HostCore,
     pub state: &'a mut S,
     pub step: &'a F,
+    /// Tells the function from others over the same state.
+    pub function: u64,
     pub batch: &'a B,
     /// The batch's tensors.
     pub tensors: &'a [AnyTensor],
@@ -437,9 +460,7 @@ where
     }
 
     fn released(&mut self) {
-        if let Some(pool) = &self.core.pool {
-            pool.trim();
-        }
+        self.core.trim();
     }
 }
 
@@ -666,7 +687,7 @@ where
         let Some(_window) = exclusive() else {
             return Ok((self.run_eager(Mode::Plain).0, None));
         };
-        let key = self.key.clone();
+        let key = (self.function, self.key.clone());
         let mut in_use = None;
         if let Some(pool) = &self.core.pool {
             pool.drain();
@@ -727,7 +748,7 @@ where
             return Ok(Attempt::Busy);
         };
         let batch = self.tensors;
-        let Some(rehearsal) = pool.fresh_rehearsal(self.key) else {
+        let Some(rehearsal) = pool.fresh_rehearsal(&(self.function, self.key.clone())) else {
             return Ok(Attempt::Stale);
         };
 

@@ -47,6 +47,10 @@ impl HostCore {
         f()
     }
     pub fn forget(&mut self) {}
+    pub fn trim(&self) {}
+    pub fn generation(&self) -> u64 {
+        0
+    }
     pub fn is_at_home(&self) -> bool {
         true
     }
@@ -81,6 +85,7 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub core: &'a mut HostCore,
     pub state: &'a mut S,
     pub step: &'a F,
+    pub function: u64,
     pub batch: &'a B,
     pub tensors: &'a [AnyTensor],
     pub rates: &'a Rates,

@@ -391,8 +391,11 @@ pub(crate) struct Pool {
     /// Bytes that the sealed graphs over this pool hold.
     held: Arc<AtomicU64>,
     /// What the rehearsals of each key found.
-    rehearsals: HashMap<ShapeKey, Rehearsal>,
+    rehearsals: HashMap<StepKey, Rehearsal>,
 }
+
+/// A function over the pool's state, and a shape key of it.
+pub(crate) type StepKey = (u64, ShapeKey);
 
 /// What a rehearsal leaves for the window that follows it.
 #[derive(Debug, Clone)]
@@ -460,12 +463,12 @@ impl Pool {
     }
 
     /// What the last rehearsal of this key found, however long ago.
-    pub fn rehearsal(&self, key: &ShapeKey) -> Option<&Rehearsal> {
+    pub fn rehearsal(&self, key: &StepKey) -> Option<&Rehearsal> {
         self.rehearsals.get(key)
     }
 
     /// The same, when what it left warm still is.
-    pub fn fresh_rehearsal(&self, key: &ShapeKey) -> Option<Rehearsal> {
+    pub fn fresh_rehearsal(&self, key: &StepKey) -> Option<Rehearsal> {
         self.rehearsal(key)
             .filter(|rehearsal| rehearsal.trims == TRIMS.load(Ordering::Relaxed))
             .cloned()
@@ -473,7 +476,7 @@ impl Pool {
 
     /// Note what a step that just ran under preparation left behind. `in_use`: bytes of the tensors alive before
     /// it, when the pools were trimmed for it; else an earlier rehearsal's measurements stand.
-    pub fn rehearsed(&mut self, key: ShapeKey, launches: u64, in_use: Option<u64>) {
+    pub fn rehearsed(&mut self, key: StepKey, launches: u64, in_use: Option<u64>) {
         let trims = TRIMS.load(Ordering::Relaxed);
         let report = self.report();
         // The pages of graphs sealed before are held as well, and are not this step's.

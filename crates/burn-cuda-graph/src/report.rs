@@ -17,6 +17,7 @@ pub(crate) struct Counters {
     refusals: BTreeMap<String, u64>,
     last_refusal: Option<FallbackReason>,
     fallbacks: BTreeMap<String, u64>,
+    last_fallback: Option<FallbackReason>,
 }
 
 impl Counters {
@@ -25,6 +26,7 @@ impl Counters {
         *self.refusals.entry(reason.name().to_string()).or_default() += 1;
     }
     pub fn fall_back(&mut self, reason: &FallbackReason) {
+        self.last_fallback = Some(reason.clone());
         *self.fallbacks.entry(reason.name().to_string()).or_default() += 1;
     }
 }
@@ -70,6 +72,8 @@ pub struct EntryReport {
     pub replayed: u64,
     /// Why it is refused, when it is.
     pub refusal: Option<FallbackReason>,
+    /// Why its last eager step was eager.
+    pub last_fallback: Option<FallbackReason>,
 }
 
 /// What a [`GraphedStep`](crate::GraphedStep) did so far.
@@ -97,6 +101,8 @@ pub struct Report {
     pub last_refusal: Option<FallbackReason>,
     /// Eager steps, by [`FallbackReason::name`].
     pub fallbacks: BTreeMap<String, u64>,
+    /// Why the last eager step was eager, in full.
+    pub last_fallback: Option<FallbackReason>,
     /// Sealed graphs held now.
     pub graphs_held: usize,
     /// Device bytes that sealed graphs hold now, together.
@@ -138,6 +144,7 @@ impl Report {
             refusals: counters.refusals.clone(),
             last_refusal: counters.last_refusal.clone(),
             fallbacks: counters.fallbacks.clone(),
+            last_fallback: counters.last_fallback.clone(),
             graphs_held: entries
                 .iter()
                 .filter(|entry| entry.phase == "sealed")

@@ -520,6 +520,54 @@ impl ModuleMapper for Mapper<'_> {
     }
 }
 
+/// A model alone, in validation mode, for functions that read it: inference, or the evaluation of a model that nothing
+/// trains here. To evaluate one that is being trained, read its [`Training`].
+#[derive(Debug, Clone)]
+pub struct Inference<M> {
+    model: M,
+}
+
+impl<M: Module> Inference<M> {
+    /// `model`, put into validation mode ([`Module::valid`]): without autodiff, BatchNorm and dropout as at inference.
+    pub fn new(model: M) -> Self {
+        Self {
+            model: model.valid(),
+        }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &M {
+        &self.model
+    }
+
+    /// The model, by value.
+    pub fn into_model(self) -> M {
+        self.model
+    }
+}
+
+impl<M: Module> StepState for Inference<M> {
+    fn visit_state(&self, visit: &mut dyn FnMut(AnyTensor)) {
+        self.model.visit(&mut Visitor { visit });
+    }
+    fn map_state(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        Self {
+            model: self.model.map(&mut Mapper { map }),
+        }
+    }
+    fn visit_names(&self, visit: &mut dyn FnMut(String)) {
+        self.model.visit(&mut Names {
+            path: Vec::new(),
+            visit,
+        });
+    }
+
+    /// A clone of a model shares the cells of its `RunningState`s; going to validation makes new ones.
+    fn independent(&self) -> Self {
+        Self::new(self.model.clone())
+    }
+}
+
 macro_rules! tuple_state {
     ($($name:ident . $index:tt),*) => {
         impl<$($name: StepState),*> StepState for ($($name,)*) {
