@@ -4,6 +4,8 @@
 mod common;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
+#[path = "common/train_bodies.rs"]
+mod train_bodies;
 
 use burn::tensor::Device;
 use common::{BnNet, Mlp, bodies, frozen_bodies, state_bodies};
@@ -23,3 +25,4 @@ fn device() -> Device {
 
 include!("common/list.rs");
 include!("common/random_list.rs");
+include!("common/train_list.rs");

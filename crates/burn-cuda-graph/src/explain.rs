@@ -43,6 +43,15 @@ impl Explanation {
                 .collect(),
         }
     }
+
+    /// Every step is eager, for this reason.
+    #[cfg(feature = "train")]
+    pub(crate) fn of_reason(reason: &FallbackReason) -> Self {
+        Self {
+            general: Some(format!("No step is a graph: {reason}.")),
+            keys: Vec::new(),
+        }
+    }
 }
 
 fn general(report: &Report, support: &Support) -> Option<String> {

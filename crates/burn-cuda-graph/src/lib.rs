@@ -79,5 +79,7 @@ pub use step::{GraphedStep, StepOutput, StepPath};
 pub use support::{Support, support};
 pub use tensor::{AnyTensor, TensorKind, TensorSpec};
 #[cfg(feature = "train")]
-pub use train::TrainStepFn;
+pub use train::{
+    GraphStrategy, ReplayRateMetric, SpeedUpMetric, StepTimeMetric, TrainStepFn, graph_strategy,
+};
 pub use tree::TensorTree;

@@ -162,6 +162,19 @@ impl Report {
         }
     }
 
+    /// Of `steps` that all ran eagerly, for one reason.
+    #[cfg(feature = "train")]
+    pub(crate) fn eager_only(steps: u64, reason: &FallbackReason) -> Self {
+        let mut counters = Counters {
+            eager: steps,
+            last_fallback: Some(reason.clone()),
+            ..Counters::default()
+        };
+        counters.fallbacks.insert(reason.name().to_string(), steps);
+        let none = Samples::new();
+        Self::new(&counters, Vec::new(), &none, &none, &none, None, None)
+    }
+
     /// Steps taken.
     pub fn steps(&self) -> u64 {
         self.eager + self.recorded + self.replayed

@@ -262,6 +262,12 @@ impl<M: Module> Training<M> {
         self.optimize(lr, grads);
     }
 
+    /// Forget what was [accumulated](Self::accumulate) and not applied.
+    pub fn without_accumulated(mut self) -> Self {
+        self.accumulated = None;
+        self
+    }
+
     /// The model, by value.
     pub fn into_model(self) -> M {
         self.model

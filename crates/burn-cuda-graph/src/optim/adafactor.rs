@@ -177,6 +177,7 @@ impl Optimizer for Adafactor {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let dtype = tensor.dtype();
         // Squares of half-precision gradients vanish, even of ordinary ones.
         let (tensor, grad) = match dtype {

@@ -75,6 +75,7 @@ impl Optimizer for AdaGrad {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let lr_decay = self.lr_decay;
         let mut update = Update::begin(self.id, lr, &tensor, state);
         let grad = super::decayed(grad, &tensor, self.weight_decay);

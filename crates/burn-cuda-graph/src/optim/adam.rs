@@ -125,6 +125,7 @@ impl Optimizer for Adam {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let Self {
             beta_1,
             beta_2,

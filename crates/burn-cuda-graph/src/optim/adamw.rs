@@ -108,6 +108,7 @@ impl Optimizer for AdamW {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let Self {
             beta_1,
             beta_2,

@@ -163,6 +163,7 @@ impl Optimizer for Adan {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let mut update = Update::begin(self.id, lr, &tensor, state);
         let direction = self.direction(&mut update, grad);
         let delta = update.lr().times(direction);

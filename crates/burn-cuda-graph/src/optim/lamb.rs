@@ -99,6 +99,7 @@ impl Optimizer for Lamb {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let Self { beta_1, beta_2, .. } = *self;
         let mut update = Update::begin(self.id, lr, &tensor, state);
         let share = || grad.clone().mul_scalar(1.0 - beta_1);

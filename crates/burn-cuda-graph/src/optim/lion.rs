@@ -77,6 +77,7 @@ impl Optimizer for Lion {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let Self { beta_1, beta_2, .. } = *self;
         let mut update = Update::begin(self.id, lr, &tensor, state);
         let share = |beta: f32| grad.clone().mul_scalar(1.0 - beta);

@@ -20,12 +20,25 @@
 //! on the host demand, and reads inner products of its history there, so one step has no fixed sequence of operations
 //! to record. Outside a graphed step use Burn's.
 
+/// Leave a step where the thread only listens to which optimizers it asks (see `extract`).
+macro_rules! overhear {
+    ($self:ident, $id:expr, $tensor:ident, $grad:ident, $state:ident) => {
+        #[cfg(feature = "train")]
+        if super::extract::overheard($self, $id, &$grad, &$state) {
+            return ($tensor, $state);
+        }
+    };
+}
+use overhear;
+
 mod adafactor;
 mod adagrad;
 mod adam;
 mod adamw;
 mod adan;
 mod clip;
+#[cfg(feature = "train")]
+mod extract;
 mod lamb;
 mod lion;
 mod momentum;
@@ -54,8 +67,10 @@ pub use sgd::{Sgd, SgdConfig, SgdLayout, SgdState};
 pub use state::{Layout, Leaf, OptimizerState};
 
 #[cfg(feature = "train")]
-pub(crate) use state::arriving_rates;
+pub(crate) use extract::extract;
 pub(crate) use state::{StateData, Steps, ours, parameters, states, with_states};
+#[cfg(feature = "train")]
+pub(crate) use state::{arriving_rates, inject, record_of_all};
 
 /// The configuration to import from here in place of the stock optimizer that `optimizer` is, told by what it keeps;
 /// `None` where it keeps nothing. Reads its tensors.

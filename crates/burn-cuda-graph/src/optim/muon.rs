@@ -76,6 +76,12 @@ pub type MuonState<const D: usize> = OptimizerState<D, MuonLayout>;
 struct RatioIds(Arc<Mutex<Vec<(u64, OptimizerId)>>>);
 
 impl RatioIds {
+    /// The optimizer itself, whatever the ratio.
+    #[cfg(feature = "train")]
+    fn whole(&self) -> OptimizerId {
+        self.of(f64::NAN)
+    }
+
     fn of(&self, ratio: f64) -> OptimizerId {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let ratio = ratio.to_bits();
@@ -159,6 +165,7 @@ impl Optimizer for Muon {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.ids.whole(), tensor, grad, state);
         assert!(
             D == 2,
             "Muon updates matrices, and was given a parameter of rank {D}; give parameters of other ranks another \

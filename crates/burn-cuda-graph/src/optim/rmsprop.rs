@@ -96,6 +96,7 @@ impl Optimizer for RmsProp {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let Self {
             alpha, momentum, ..
         } = *self;

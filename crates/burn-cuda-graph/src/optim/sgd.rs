@@ -69,6 +69,7 @@ impl Optimizer for Sgd {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
+        super::overhear!(self, self.id, tensor, grad, state);
         let mut update = Update::begin(self.id, lr, &tensor, state);
         let mut grad = super::decayed(grad, &tensor, self.weight_decay);
         if let Some(momentum) = &self.momentum {

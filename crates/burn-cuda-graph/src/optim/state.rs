@@ -8,7 +8,8 @@
 use crate::tensor::AnyTensor;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{
-    GradientsParams, LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource,
+    GradientsParams, LearningRate, ModuleOptimizer, Optimizer, OptimizerRecord, RecordState,
+    StateSink, StateSource,
 };
 use burn::tensor::{Device, Tensor, TensorData};
 use core::marker::PhantomData;
@@ -347,15 +348,27 @@ pub(crate) fn parameters<M: Module>(model: &M) -> Vec<(ParamId, String)> {
     paths.found
 }
 
-/// Which parameters of `model` an optimizer of this crate updates. Runs nothing on the device.
-pub(crate) fn ours<M: Module>(optimizer: &ModuleOptimizer, model: &M) -> BTreeSet<u64> {
-    // A record that names every parameter, its rank and its path comes from an optimizer that has met them all.
+/// A record that names every parameter of `model`, its rank and its path, without a state. Runs nothing on the device.
+pub(crate) fn record_of_all<M: Module>(model: &M) -> OptimizerRecord {
+    // It comes from an optimizer that has met them all.
     let model = model.valid().train();
     let mut all = ModuleOptimizer::from(Bystander);
     let mut grads = Everything(GradientsParams::new());
     model.visit(&mut grads);
     drop(all.step(0.0, model, grads.0));
-    let record = all.to_record();
+    all.to_record()
+}
+
+/// Run `load`, which loads a record that names every parameter, so that the optimizers of ours which it loads take their
+/// states from `states`.
+#[cfg(feature = "train")]
+pub(crate) fn inject<R>(states: BTreeMap<u64, StateData>, load: impl FnOnce() -> R) -> R {
+    hooked(Hook::Inject(states), load).0
+}
+
+/// Which parameters of `model` an optimizer of this crate updates. Runs nothing on the device.
+pub(crate) fn ours<M: Module>(optimizer: &ModuleOptimizer, model: &M) -> BTreeSet<u64> {
+    let record = record_of_all(model);
     let probe = || drop(optimizer.clone().load_record(record));
     match hooked(Hook::Probe(BTreeSet::new()), probe).1 {
         Some(Hook::Probe(asked)) => asked,

@@ -1,4 +1,10 @@
-//! Models that implement `burn_train::TrainStep`.
+//! Models that implement `burn_train::TrainStep`: as a step, and under a `burn_train::Learner`.
+
+mod metric;
+mod strategy;
+
+pub use metric::{ReplayRateMetric, SpeedUpMetric, StepTimeMetric};
+pub use strategy::{GraphStrategy, graph_strategy};
 
 use crate::config::GraphConfig;
 use crate::context::StepRate;
@@ -7,7 +13,9 @@ use crate::optim::arriving_rates;
 use crate::state::Training;
 use crate::step::GraphedStep;
 use crate::tree::TensorTree;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
+use burn::optim::GradientsParams;
 use burn_train::TrainStep;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -42,14 +50,23 @@ where
 fn step_at<M>(
     training: &mut Training<M>,
     batch: M::Input,
-    rate: impl Fn() -> burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate,
+    rate: impl Fn() -> ModuleLearningRate,
 ) -> M::Output
 where
     M: Module + TrainStep,
 {
     let output = training.model().step(batch);
-    training.update(|model, optimizer| model.optimize(optimizer, rate(), output.grads));
+    optimize(training, rate(), output.grads);
     output.item
+}
+
+/// The model's own `optimize`.
+fn optimize<M: Module + TrainStep>(
+    training: &mut Training<M>,
+    rate: ModuleLearningRate,
+    grads: GradientsParams,
+) {
+    training.update(|model, optimizer| model.optimize(optimizer, rate, grads));
 }
 
 /// Whether every rate that the model's `optimize` is given arrives at the optimizer as it is.
