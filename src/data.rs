@@ -63,6 +63,25 @@ impl Dataset {
         self.validation.len()
     }
 
+    /// Pixels `[channels * 32 * 32]` and label of each image of the training part, in the order of the split.
+    pub fn train_samples(&self) -> impl Iterator<Item = (&[f32], u8)> {
+        self.samples(&self.train)
+    }
+
+    /// Pixels `[channels * 32 * 32]` and label of each image of the validation part, in the order of the split.
+    pub fn validation_samples(&self) -> impl Iterator<Item = (&[f32], u8)> {
+        self.samples(&self.validation)
+    }
+
+    fn samples<'a>(&'a self, part: &'a [usize]) -> impl Iterator<Item = (&'a [f32], u8)> {
+        let size = self.channels * PIXELS;
+        let at = move |index: &usize| {
+            let start = index * size;
+            (&self.images[start..start + size], self.labels[*index])
+        };
+        part.iter().map(at)
+    }
+
     /// The training part in batches, in an order that depends on the seed and on `epoch` alone.
     ///
     /// The last batch is smaller where `batch_size` does not divide the part; `drop_last` leaves it out. Each batch is

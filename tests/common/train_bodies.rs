@@ -14,6 +14,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, ExecutionError, Int, Tensor, TensorData};
 use burn_cuda_graph::optim::{AdamConfig, AdamWConfig, RmsPropConfig, SgdConfig};
 use burn_cuda_graph::{AnyTensor, GraphConfig, GraphStrategy, TensorTree, graph_strategy};
+use burn_cuda_graph_suite::renderer::LineRenderer;
 use burn_train::checkpoint::KeepLastNCheckpoints;
 use burn_train::logger::MetricLogger;
 use burn_train::metric::store::{EpochSummary, MetricsUpdate, Split};
@@ -205,10 +206,11 @@ fn loader(samples: usize, first: usize, workers: usize) -> Arc<dyn DataLoader<Sa
 struct Log(Arc<Mutex<Vec<String>>>);
 
 impl Log {
-    /// What was logged of the metrics of this name.
+    /// What was logged of the metrics of this name, item by item.
     fn of(&self, name: &str) -> Vec<String> {
         let lines = self.0.lock().expect("no logger panicked");
-        let named = lines.iter().filter(|line| line.contains(name));
+        let item = |line: &&String| line.contains(name) && !line.ends_with(",final");
+        let named = lines.iter().filter(item);
         named.cloned().collect()
     }
 }
@@ -281,7 +283,8 @@ impl Course<'_> {
             .num_epochs(self.epochs)
             .with_metric_logger(log.clone())
             .metrics((LossMetric::new(),))
-            .with_application_logger(None);
+            .with_application_logger(None)
+            .renderer(Box::new(LineRenderer::quiet()));
         match self.accumulate {
             Some(micro_batches) => training.grads_accumulation(micro_batches),
             None => training,
@@ -424,7 +427,8 @@ pub fn a_learner_validates_by_graph(device: &Device) {
     };
     let outcomes = course.both::<BnNet>(device, Own::None, true);
     outcomes.assert_equal(device, 0.001 * 54.0 * 2.0, "graphed validation");
-    outcomes.assert_replayed(54, 4 + 4, "graphed validation");
+    // One more than without: the windows of the validation make the rehearsal of the rare shape stale.
+    outcomes.assert_replayed(54, 4 + 5, "graphed validation");
 }
 
 /// Gradient accumulation, with a remainder at the end of an epoch: as Burn's.
@@ -540,6 +544,7 @@ pub fn a_learner_resumes(device: &Device) {
             .with_metric_logger(log)
             .metrics((LossMetric::new(),))
             .with_application_logger(None)
+            .renderer(Box::new(LineRenderer::quiet()))
             .with_training_strategy(strategy(graphed));
         if let Some((_, from)) = folder {
             training = training
@@ -641,6 +646,7 @@ pub fn a_learner_stops(device: &Device) {
         .num_epochs(course.epochs)
         .metrics((LossMetric::new(),))
         .with_application_logger(None)
+        .renderer(Box::new(LineRenderer::quiet()))
         .early_stopping(stopping)
         .with_training_strategy(strategy.clone().into())
         .launch(course.learner(&model));
