@@ -58,6 +58,8 @@ mod pool;
 mod scalars;
 #[cfg(feature = "train")]
 mod train;
+#[cfg(feature = "train")]
+mod train_outputs;
 
 pub use config::{GraphConfig, Policy};
 pub use context::{LearningRates, StepRate, UpdateRate};
