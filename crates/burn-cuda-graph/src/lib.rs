@@ -61,7 +61,10 @@ mod pool;
 mod scalars;
 #[cfg(feature = "train")]
 mod train;
+#[cfg(feature = "train")]
+mod train_outputs;
 
+pub use burn_cuda_graph_derive::TensorTree;
 pub use config::{GraphConfig, Policy};
 pub use context::{LearningRates, StepRate, UpdateRate};
 pub use driver::tolerate_captures;

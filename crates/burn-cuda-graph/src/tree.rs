@@ -4,12 +4,14 @@ use crate::error::StepError;
 use crate::shape_key::HostField;
 use crate::tensor::AnyTensor;
 use burn::tensor::{Bool, Int, Tensor};
+use core::marker::PhantomData;
 
 /// A value made of tensors (a batch, an output) and of plain host values.
 ///
-/// Implemented for tensors of every kind and rank, `()`, tuples, `Vec`, `Option`, arrays, `Box`, for host values (integers,
-/// floats, `bool`, `char`, `String`, `&'static str`) and, with the feature `train`, for the outputs of `burn_train`. Host
-/// values become part of the shape key: a step captured with `("train", x)` is not replayed for `("eval", x)`.
+/// Implemented for tensors of every kind and rank, `()`, tuples, `Vec`, `Option`, arrays, `Box`, `PhantomData`, for host
+/// values (integers, floats, `bool`, `char`, `String`, `&'static str`) and, with the feature `train`, for the outputs of
+/// `burn_train`. Host values become part of the shape key: a step captured with `("train", x)` is not replayed for
+/// `("eval", x)`.
 ///
 /// Derive it for your own structs and enums:
 ///
@@ -157,6 +159,13 @@ impl<T: TensorTree> TensorTree for Box<T> {
     }
     fn visit_host_fields(&self, field: &mut dyn FnMut(HostField)) {
         self.as_ref().visit_host_fields(field);
+    }
+}
+
+impl<T: ?Sized> TensorTree for PhantomData<T> {
+    fn visit_tensors(&self, _visit: &mut dyn FnMut(AnyTensor)) {}
+    fn map_tensors(&self, _map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
+        PhantomData
     }
 }
 
