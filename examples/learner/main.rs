@@ -35,10 +35,10 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use burn::data::dataloader::DataLoaderBuilder;
+use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
-use burn::tensor::Device;
 use burn_cuda_graph::optim::AdamConfig;
-use burn_cuda_graph::{GraphStrategy, Support};
+use burn_cuda_graph::GraphStrategy;
 use burn_cuda_graph_suite::data;
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
 use burn_cuda_graph_suite::renderer::LineRenderer;
@@ -46,7 +46,7 @@ use burn_train::metric::{AccuracyMetric, LossMetric};
 use burn_train::{ExecutionStrategy, Learner, SupervisedTraining};
 use clap::Parser;
 
-use model::{DigitsBatcher, DigitsDataset, NetConfig};
+use model::{Digit, DigitsBatcher, NetConfig};
 
 /// Train with Burn's `Learner`, by graphed steps.
 #[derive(Parser, Debug)]
@@ -93,7 +93,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     device.seed(42);
 
     let digits = data::digits(42)?;
-    let loader = |dataset: DigitsDataset, shuffle: Option<u64>| {
+    let loader = |dataset: InMemDataset<Digit>, shuffle: Option<u64>| {
         let builder = DataLoaderBuilder::new(DigitsBatcher).batch_size(args.batch_size);
         match shuffle {
             Some(seed) => builder.shuffle(seed),
@@ -101,10 +101,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         .build(dataset)
     };
-    let train = DigitsDataset::training(&digits);
-    let steps = train.batches(args.batch_size) * args.epochs;
-    let train = loader(train, Some(42));
-    let valid = loader(DigitsDataset::validation(&digits), None);
+    let steps = digits.train_len().div_ceil(args.batch_size) * args.epochs;
+    let train = loader(model::digits(digits.train_samples()), Some(42));
+    let valid = loader(model::digits(digits.validation_samples()), None);
 
     let schedule = CosineAnnealingLrSchedulerConfig::new(2e-3, steps).init()?;
     let learner = Learner::new(

@@ -2,7 +2,7 @@
 
 use burn::config::Config;
 use burn::data::dataloader::batcher::Batcher;
-use burn::data::dataset::Dataset;
+use burn::data::dataset::InMemDataset;
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -106,42 +106,13 @@ pub struct Digit {
     label: u8,
 }
 
-/// A part of the digits.
-#[derive(Debug)]
-pub struct DigitsDataset(Vec<Digit>);
-
-impl DigitsDataset {
-    /// The part to train on.
-    pub fn training(digits: &data::Dataset) -> Self {
-        Self::of(digits.train_samples())
-    }
-
-    /// The part to validate on.
-    pub fn validation(digits: &data::Dataset) -> Self {
-        Self::of(digits.validation_samples())
-    }
-
-    fn of<'a>(samples: impl Iterator<Item = (&'a [f32], u8)>) -> Self {
-        let digit = |(pixels, label): (&[f32], u8)| Digit {
-            pixels: pixels.to_vec(),
-            label,
-        };
-        Self(samples.map(digit).collect())
-    }
-
-    /// How many batches of `size` there are, a smaller last one included.
-    pub fn batches(&self, size: usize) -> usize {
-        self.0.len().div_ceil(size)
-    }
-}
-
-impl Dataset<Digit> for DigitsDataset {
-    fn get(&self, index: usize) -> Result<Digit, Infallible> {
-        Ok(self.0.get(index).cloned())
-    }
-    fn len(&self) -> usize {
-        self.0.len()
-    }
+/// A part of the digits, as a data set.
+pub fn digits<'a>(samples: impl Iterator<Item = (&'a [f32], u8)>) -> InMemDataset<Digit> {
+    let digit = |(pixels, label): (&[f32], u8)| Digit {
+        pixels: pixels.to_vec(),
+        label,
+    };
+    InMemDataset::new(samples.map(digit).collect())
 }
 
 /// Stacks digits.
