@@ -1,6 +1,8 @@
 //! Tier 2: the same bodies on CUDA. With the feature on, a missing device fails.
 
 mod common;
+#[path = "common/function_bodies.rs"]
+mod function_bodies;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
@@ -24,4 +26,5 @@ fn device() -> Device {
 
 include!("common/list.rs");
 include!("common/random_list.rs");
+include!("common/function_list.rs");
 include!("common/train_list.rs");

@@ -2,6 +2,8 @@
 #![cfg(feature = "wgpu")]
 
 mod common;
+#[path = "common/function_bodies.rs"]
+mod function_bodies;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
@@ -25,4 +27,5 @@ fn device() -> Device {
 
 include!("common/list.rs");
 include!("common/random_list.rs");
+include!("common/function_list.rs");
 include!("common/train_list.rs");
