@@ -10,6 +10,7 @@ pub mod data;
 pub mod device;
 pub mod environment;
 pub mod models;
+pub mod warm_start;
 
 #[cfg(any(feature = "cuda", feature = "wgpu", feature = "download"))]
 mod panics;
