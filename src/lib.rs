@@ -8,6 +8,7 @@
 
 pub mod data;
 pub mod device;
+pub mod doctor;
 pub mod environment;
 pub mod models;
 pub mod warm_start;
