@@ -11,6 +11,7 @@ pub mod device;
 pub mod doctor;
 pub mod environment;
 pub mod models;
+pub mod timeline;
 pub mod warm_start;
 
 #[cfg(any(feature = "cuda", feature = "wgpu", feature = "download"))]
