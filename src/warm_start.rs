@@ -7,10 +7,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::{Path, PathBuf};
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
+use std::path::Path;
+use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
+use std::time::SystemTime;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use thiserror::Error;
@@ -221,6 +225,7 @@ impl Line {
     }
 }
 
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
 /// Whether `path`, or the folder that it would be made in, can be written.
 fn is_writable(path: &Path) -> bool {
     if path.exists() {
@@ -235,6 +240,7 @@ fn is_writable(path: &Path) -> bool {
     created && std::fs::remove_file(&probe).is_ok()
 }
 
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
 /// Bytes of the database at `path` with its log, and when either was last written.
 fn on_disk(path: &Path) -> (u64, Option<SystemTime>) {
     let log = PathBuf::from(format!("{}-wal", path.display()));
@@ -251,7 +257,7 @@ fn on_disk(path: &Path) -> (u64, Option<SystemTime>) {
 /// Kernel choices per device, and compiled kernels, in CubeCL's `namespaces` of version `version`.
 ///
 /// A namespace is `autotune/VERSION/DEVICE/OPERATION`, or `BACKEND/VERSION/TARGET` for kernels.
-#[cfg_attr(not(any(feature = "cuda", feature = "wgpu")), allow(dead_code))]
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
 fn count<'a>(
     namespaces: impl Iterator<Item = (&'a str, u64)>,
     version: &str,
