@@ -8,9 +8,12 @@
 
 pub mod data;
 pub mod device;
+pub mod doctor;
 pub mod environment;
 pub mod models;
 pub mod renderer;
+pub mod timeline;
+pub mod warm_start;
 
 #[cfg(any(feature = "cuda", feature = "wgpu", feature = "download"))]
 mod panics;

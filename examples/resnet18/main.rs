@@ -32,6 +32,7 @@ use burn_cuda_graph::{GraphConfig, GraphedStep, StepError, StepPath, StepRate, S
 use burn_cuda_graph_suite::data::{self, Batch, Dataset};
 use burn_cuda_graph_suite::device::{self, Hardware};
 use burn_cuda_graph_suite::models::{ResNet18, ResNet18Config};
+use burn_cuda_graph_suite::warm_start::{self, Watching};
 use clap::Parser;
 
 use compare::{Eager, SideBySide};
@@ -61,6 +62,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         ),
         None => None,
     };
+    if args.keep_kernels {
+        warm_start::keep_kernels()?;
+    }
     let (device, chosen) = device::open(args.device)?;
     let hardware = device::hardware(&device);
     let settings = Settings::new(args, hardware)?;
@@ -85,6 +89,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             "        A software graph on a CPU rasteriser: it shows that replaying works. It spares host work only, so no \
              speed-up like that of a graphics card is to be expected."
         );
+    }
+    if hardware != Hardware::Cpu
+        && let Some(cache) = warm_start::cache()
+    {
+        eprintln!("Cache:  {cache}");
     }
     println!(
         "Net:    ResNet-18 of width {} on {} ({} training images, {} for validation), batches of {}, SGD at {}",
@@ -218,6 +227,7 @@ fn train(
     device: &Device,
 ) -> Result<Vec<Epoch>, Box<dyn Error>> {
     let mut epochs = Vec::new();
+    let mut tuning = Some(Watching::start("first step"));
     let mut steps_left = match settings.steps {
         0 => usize::MAX,
         limit => limit,
@@ -237,6 +247,7 @@ fn train(
             clock.steps += 1;
             if index % STEPS_PER_LOSS == 0 || index + 1 == steps {
                 let loss = loss.try_into_scalar::<f64>()?;
+                drop(tuning.take());
                 losses.push(loss);
                 progress.show(loss, clock.step_ms());
             }

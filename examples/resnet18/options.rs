@@ -39,6 +39,9 @@ pub struct Args {
     /// Seed of the weights, the split and the order of the images.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    /// Keep compiled kernels for the next run of this build, beside the choices that tuning made.
+    #[arg(long)]
+    pub keep_kernels: bool,
     /// Also write the final report to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,

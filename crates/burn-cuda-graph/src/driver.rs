@@ -175,6 +175,145 @@ mod capture_mode {
     }
 }
 
+#[cfg(feature = "nvtx")]
+pub(crate) use nvtx::Range;
+
+/// What of NVIDIA's software is on this machine, as far as the loader and the driver tell.
+///
+/// For diagnosis. It opens no device, and it does not panic where a library is missing, which cudarc does at the first
+/// call into one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CudaLibraries {
+    /// The driver's library loads; nothing else below is known otherwise.
+    pub driver: bool,
+    /// The newest CUDA that the driver supports, as it counts: 12080 is 12.8.
+    pub cuda_version: Option<u32>,
+    /// The NVTX library loads. `None` without the feature `nvtx`.
+    pub nvtx: Option<bool>,
+}
+
+/// Looks for NVIDIA's libraries; `None` without the feature `cuda`.
+pub fn cuda_libraries() -> Option<CudaLibraries> {
+    #[cfg(feature = "cuda")]
+    return Some(libraries::find());
+    #[cfg(not(feature = "cuda"))]
+    None
+}
+
+#[cfg(feature = "cuda")]
+mod libraries {
+    use super::CudaLibraries;
+    use cudarc::driver::sys::{cuDriverGetVersion, is_culib_present};
+
+    #[expect(unsafe_code)]
+    pub(super) fn find() -> CudaLibraries {
+        // SAFETY: it only looks for the driver's library.
+        let driver = unsafe { is_culib_present() };
+        CudaLibraries {
+            driver,
+            cuda_version: driver.then(cuda_version).flatten(),
+            #[cfg(feature = "nvtx")]
+            nvtx: Some(super::nvtx::is_present()),
+            #[cfg(not(feature = "nvtx"))]
+            nvtx: None,
+        }
+    }
+
+    /// The driver's library has to be present.
+    #[expect(unsafe_code)]
+    fn cuda_version() -> Option<u32> {
+        let mut version = 0;
+        // SAFETY: `version` is a valid pointer for the call, which writes it and nothing else, and needs no initialized
+        // driver; the library is present, which the only caller has checked.
+        let status = unsafe { cuDriverGetVersion(&mut version) };
+        // Zero stands for no driver behind the library.
+        status.result().ok()?;
+        u32::try_from(version).ok().filter(|version| *version > 0)
+    }
+}
+
+/// NVTX, the names that NVIDIA's profilers show.
+#[cfg(feature = "nvtx")]
+mod nvtx {
+    use cudarc::nvtx::{result, sys};
+    use std::ffi::CStr;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicPtr, Ordering};
+
+    type Domain = AtomicPtr<sys::nvtxDomainRegistration>;
+
+    /// The crate's domain; `None` where the NVTX library does not load.
+    fn domain() -> Option<sys::nvtxDomainHandle_t> {
+        static DOMAIN: OnceLock<Option<Domain>> = OnceLock::new();
+        let domain = DOMAIN.get_or_init(|| {
+            if !is_present() {
+                log::info!(
+                    "no NVTX ranges: libnvToolsExt is not on the library path (docs/nsight.md)"
+                );
+                return None;
+            }
+            Some(AtomicPtr::new(result::domain_create("burn-cuda-graph")))
+        });
+        let domain = domain.as_ref()?;
+        Some(domain.load(Ordering::Relaxed))
+    }
+
+    #[expect(unsafe_code)]
+    pub(super) fn is_present() -> bool {
+        // SAFETY: it only looks for the NVTX library, whose loading runs no code that depends on this process's state.
+        unsafe { sys::is_culib_present() }
+    }
+
+    /// A range on the calling thread, ended when it drops. It does not leave that thread (a raw pointer is not `Send`),
+    /// since ranges nest per thread.
+    #[must_use]
+    pub(crate) struct Range {
+        domain: Option<sys::nvtxDomainHandle_t>,
+    }
+
+    impl Range {
+        #[expect(unsafe_code)]
+        pub fn new(name: &'static CStr, argb: u32) -> Self {
+            let domain = domain();
+            if let Some(domain) = domain {
+                let attributes = sys::nvtxEventAttributes_t {
+                    version: 3,
+                    size: size_of::<sys::nvtxEventAttributes_t>() as u16,
+                    category: 0,
+                    colorType: sys::nvtxColorType_t::NVTX_COLOR_ARGB as i32,
+                    color: argb,
+                    payloadType: sys::nvtxPayloadType_t::NVTX_PAYLOAD_UNKNOWN as i32,
+                    reserved0: 0,
+                    payload: sys::nvtxEventAttributes_v2_payload_t { iValue: 0 },
+                    messageType: sys::nvtxMessageType_t::NVTX_MESSAGE_TYPE_ASCII as i32,
+                    message: sys::nvtxMessageValue_t {
+                        ascii: name.as_ptr(),
+                    },
+                };
+                // SAFETY: `domain` was created by `domain` above and is never destroyed; `attributes` is of the layout
+                // that its version and size name, and its message is a C string that lives for ever.
+                unsafe { result::domain_range_push(domain, &attributes) };
+            }
+            Self { domain }
+        }
+
+        /// End it here.
+        pub fn end(self) {}
+    }
+
+    impl Drop for Range {
+        #[expect(unsafe_code)]
+        fn drop(&mut self) {
+            if let Some(domain) = self.domain {
+                // SAFETY: `domain` is never destroyed, and `new` pushed a range on this thread, which `Range` does not
+                // leave.
+                unsafe { result::domain_range_pop(domain) };
+            }
+        }
+    }
+}
+
 #[cfg(feature = "cubecl-backend")]
 mod device {
     use super::CaptureDriver;

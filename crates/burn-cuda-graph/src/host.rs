@@ -13,6 +13,7 @@ use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
 use crate::random::{self, DrawScope};
+use crate::ranges::{Phase, range};
 use crate::scalars::{self, DeviceScalars, SharedScalars};
 use crate::shape_key::{HostField, ShapeKey};
 use crate::state::{self, StepState};
@@ -400,6 +401,11 @@ where
     }
 
     fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
+        let _range = range(match watch {
+            Watch::Off => Phase::Eager,
+            Watch::On => Phase::WarmUp,
+            Watch::Rehearse => Phase::Rehearsal,
+        });
         self.detach();
         if watch == Watch::Off || self.core.pool.is_none() {
             let output = self.run_eager(Mode::Plain).0;
@@ -433,6 +439,7 @@ where
         let Some(_window) = exclusive() else {
             return Ok(Attempt::Busy);
         };
+        let _range = range(Phase::Capture);
         self.record_exclusive(attempt, rehearsed)
     }
 
@@ -484,6 +491,7 @@ where
     F: Fn(&mut S, B, StepRate) -> O,
 {
     fn replay_once(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
+        let copy_in = range(Phase::CopyIn);
         let attached = self.core.attached;
         if !attached {
             self.core.settle_clocks(self.state);
@@ -508,10 +516,15 @@ where
             self.core.attached = true;
         }
         let refreshed = graph.inputs.refresh(self.tensors);
+        copy_in.end();
+        let replay = range(Phase::Replay);
         graph.graph.replay(pool).map_err(NoReplay::Failed)?;
+        replay.end();
         drop(refreshed);
         graph.ticks.pending.fetch_add(1, Ordering::Relaxed);
+        let copied_out = range(Phase::CopyOut);
         let output = copy_out(&graph.output);
+        copied_out.end();
         if self.synced {
             self.core.sync().map_err(NoReplay::Failed)?;
         }
@@ -524,6 +537,7 @@ where
         let Some(watching) = watching() else {
             return self.replay_once(graph);
         };
+        let _range = range(Phase::Verification);
         self.core.settle_clocks(self.state);
         let live = self.state.clone();
         let copies: Vec<AnyTensor> = state::tensors_of(self.state)

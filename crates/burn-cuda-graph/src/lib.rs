@@ -21,6 +21,7 @@
 //! - `cuda`: hardware graphs on NVIDIA GPUs, through `burn-cuda`.
 //! - `wgpu`: software graphs (re-encoded dispatches) on Vulkan, Metal and WebGPU.
 //! - `flex`: Burn's CPU backend, which has no graphs: every step runs eagerly and says so.
+//! - `nvtx`: ranges for Nsight Systems around what each call does; turns `cuda` on.
 //! - `train`: [`GraphedStep::from_train_step`] for models that implement `burn_train::TrainStep`.
 #![deny(unsafe_code)]
 #![warn(missing_docs, missing_debug_implementations)]
@@ -58,6 +59,8 @@ mod host;
 #[cfg(feature = "cubecl-backend")]
 mod pool;
 #[cfg(feature = "cubecl-backend")]
+mod ranges;
+#[cfg(feature = "cubecl-backend")]
 mod scalars;
 #[cfg(feature = "train")]
 mod train;
@@ -67,7 +70,7 @@ mod train_outputs;
 pub use burn_cuda_graph_derive::TensorTree;
 pub use config::{GraphConfig, Policy};
 pub use context::{LearningRates, StepRate, UpdateRate};
-pub use driver::tolerate_captures;
+pub use driver::{CudaLibraries, cuda_libraries, tolerate_captures};
 pub use error::{FallbackReason, Mismatch, StepError};
 pub use explain::{Explanation, KeyExplanation};
 pub use function::GraphedFn;
