@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::warm_start::Watching;
 use burn_train::LearnerSummary;
 use burn_train::logger::{EvaluationProgressLogger, TrainingProgressLogger};
 use burn_train::metric::{MetricDefinition, MetricId};
@@ -13,9 +14,11 @@ use burn_train::renderer::{
 };
 
 /// Prints each epoch's metrics, as they stood at its end, or nothing at all.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct LineRenderer {
     quiet: bool,
+    /// Until the first item is done.
+    tuning: Option<Watching>,
     epoch: usize,
     names: BTreeMap<String, String>,
     latest: BTreeMap<(&'static str, String), String>,
@@ -25,6 +28,14 @@ impl LineRenderer {
     /// A line for each epoch, on standard output.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A line for each epoch, and `tuning` while the first step runs.
+    pub fn tuning(tuning: Watching) -> Self {
+        Self {
+            tuning: Some(tuning),
+            ..Self::default()
+        }
     }
 
     /// Nothing.
@@ -53,6 +64,7 @@ fn key(id: &MetricId) -> String {
 
 impl MetricsRendererTraining for LineRenderer {
     fn update_train(&mut self, state: MetricState) {
+        drop(self.tuning.take());
         self.note("train", state);
     }
     fn update_valid(&mut self, state: MetricState) {

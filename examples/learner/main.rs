@@ -42,6 +42,7 @@ use burn_cuda_graph::optim::AdamConfig;
 use burn_cuda_graph_suite::data;
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
 use burn_cuda_graph_suite::renderer::LineRenderer;
+use burn_cuda_graph_suite::warm_start::{self, Watching};
 use burn_train::metric::{AccuracyMetric, LossMetric};
 use burn_train::{ExecutionStrategy, Learner, SupervisedTraining};
 use clap::Parser;
@@ -89,6 +90,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let (device, chosen) = device::open(args.device)?;
     println!("Device: {chosen}");
     println!("Graphs: {}", burn_cuda_graph::support(&device));
+    if let Some(cache) = warm_start::cache() {
+        eprintln!("Cache:  {cache}");
+    }
     let device = device.autodiff();
     device.seed(42);
 
@@ -111,7 +115,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         AdamConfig::new().init(),
         schedule,
     );
-    let strategy = GraphStrategy::new(device.clone());
+    let strategy = GraphStrategy::new(device.clone()).with_speed_up_samples(50);
     let mut training = SupervisedTraining::new(&args.directory, train, valid)
         .metrics((AccuracyMetric::new(), LossMetric::new()))
         .with_default_checkpointers()
@@ -128,7 +132,9 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         training = training.checkpoint(epoch);
     }
     if args.lines || !std::io::stdout().is_terminal() {
-        training = training.renderer(Box::new(LineRenderer::new()));
+        training = training.renderer(Box::new(LineRenderer::tuning(Watching::start(
+            "first step",
+        ))));
     }
 
     let started = Instant::now();

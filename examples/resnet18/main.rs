@@ -11,11 +11,13 @@
 //! cargo run --release --features cuda --example resnet18 -- --data cifar10 --data-dir path/to/cifar-10-batches-bin
 //! ```
 //!
-//! `--mode eager` trains with plain Burn alone. `--mode compare` trains an eager and a graphed net side by side, from the
+//! `--mode eager` trains with plain Burn alone. `--mode learner` trains with Burn's `Learner` and the strategy that graphs its
+//! steps, which is the one line that is new in `learner.rs`. `--mode compare` trains an eager and a graphed net side by side, from the
 //! same weights and on the same batches, and prints the time of a step in both and how far their parameters differ.
 //! `compare.rs` has these two. What a program of your own needs is [`train_step`] and [`Graphed`].
 
 mod compare;
+mod learner;
 mod options;
 mod output;
 
@@ -133,6 +135,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             outcome.summary = trainer.graphed().summary(&support);
             outcome.steps = Some(trainer.graphed().step.report());
             outcome.comparison = Some(trainer.compare()?);
+        }
+        Mode::Learner => {
+            let (report, summary) = learner::train(model, &data, &settings, &device, &support)?;
+            outcome.summary = summary;
+            outcome.steps = Some(report);
         }
     }
     outcome.print();

@@ -56,6 +56,8 @@ pub enum Mode {
     Eager,
     /// Both, on the same batches
     Compare,
+    /// Through Burn's `Learner`, with the graph strategy
+    Learner,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

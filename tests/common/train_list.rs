@@ -53,3 +53,9 @@ fn a_learner_stops() {
 fn a_learner_trains_beside_loader_threads() {
     train_bodies::a_learner_trains_beside_loader_threads(&device())
 }
+
+#[test]
+#[serial]
+fn a_learner_times_its_steps() {
+    train_bodies::a_learner_times_its_steps(&device())
+}

@@ -200,6 +200,9 @@ pub enum FallbackReason {
     /// Another window is open on this device; the step is recorded at a later call.
     #[error("another recording is under way on this device; this step is recorded at a later call")]
     CaptureBusy,
+    /// A step that could have been replayed was run eagerly to be timed, as asked.
+    #[error("it was run eagerly to be timed, as asked; others of its key are replayed")]
+    Timed,
 }
 
 impl FallbackReason {
@@ -226,6 +229,7 @@ impl FallbackReason {
             FallbackReason::Quantized { .. } => "quantized",
             FallbackReason::EmptyTensor { .. } => "empty-tensor",
             FallbackReason::CaptureBusy => "capture-busy",
+            FallbackReason::Timed => "timed",
         }
     }
 
@@ -235,6 +239,7 @@ impl FallbackReason {
             self,
             FallbackReason::WarmingUp { .. }
                 | FallbackReason::CaptureBusy
+                | FallbackReason::Timed
                 | FallbackReason::LearningRateMoved { .. }
                 | FallbackReason::StateGrew { .. }
         )

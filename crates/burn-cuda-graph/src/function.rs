@@ -124,7 +124,18 @@ where
         batch: B,
         lr: impl Into<LearningRates>,
     ) -> Result<StepOutput<O>, StepError> {
-        let rates = Rates::new(lr.into(), state.parameters());
+        self.run_or_stay(state, batch, lr.into(), None)
+    }
+
+    /// [`run`](Self::run), but eagerly where there is a reason to.
+    pub(crate) fn run_or_stay(
+        &mut self,
+        state: &mut GraphedState<S>,
+        batch: B,
+        lr: LearningRates,
+        stay: Option<FallbackReason>,
+    ) -> Result<StepOutput<O>, StepError> {
+        let rates = Rates::new(lr, state.parameters());
         if let Some(value) = rates.not_finite() {
             return Err(StepError::LearningRate { value });
         }
@@ -161,7 +172,10 @@ where
             drop(given);
             check_batch(&tensors, &device)?;
             let busy = nested.is_none().then_some(FallbackReason::CaptureBusy);
-            let blocked = busy.or(blocked).or_else(|| blocked_by_batch(&tensors));
+            let blocked = busy
+                .or(blocked)
+                .or_else(|| blocked_by_batch(&tensors))
+                .or(stay);
             let free = key_of(&batch, &tensors, &rates);
             let key = keyed(&free, &rates, baked);
             let (synced, verify_tolerance) = (
@@ -222,6 +236,18 @@ where
         self.generation == Some(state.core.generation())
             && state.blocked().is_none()
             && self.engine.would_record(&key)
+    }
+
+    /// Whether [`run`](Self::run) would replay a graph for this batch now.
+    #[cfg(feature = "train")]
+    pub(crate) fn would_replay(
+        &self,
+        state: &GraphedState<S>,
+        batch: &B,
+        lr: impl Into<LearningRates>,
+    ) -> bool {
+        let (key, _) = self.key_and_rates(state, batch, lr);
+        self.generation == Some(state.core.generation()) && self.engine.sealed(&key).is_some()
     }
 
     /// Drop every graph; the next calls warm up anew.

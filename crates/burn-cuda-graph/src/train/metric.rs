@@ -25,8 +25,9 @@ pub(crate) struct Seen {
     /// The end of the last step of this epoch.
     last: Option<Instant>,
     step_time: Option<Duration>,
+    /// Times of steps that were waited for, before and after: eager ones and replays.
     eager: VecDeque<Duration>,
-    graph: VecDeque<Duration>,
+    replayed: VecDeque<Duration>,
 }
 
 /// Step times kept for a median.
@@ -52,19 +53,22 @@ impl Monitor {
         self.write(|seen| {
             seen.steps += 1;
             seen.by_graph += u64::from(by_graph);
-            // The first of an epoch has none before it, which leaves out the one that tunes kernels.
             seen.step_time = seen.last.map(|last| now - last);
-            if let Some(time) = seen.step_time {
-                let times = match by_graph {
-                    true => &mut seen.graph,
-                    false => &mut seen.eager,
-                };
-                if times.len() == KEPT {
-                    times.pop_front();
-                }
-                times.push_back(time);
-            }
             seen.last = Some(now);
+        });
+    }
+
+    /// A step took so long, from one wait for the device to the next.
+    pub fn timed(&self, by_graph: bool, time: Duration) {
+        self.write(|seen| {
+            let times = match by_graph {
+                true => &mut seen.replayed,
+                false => &mut seen.eager,
+            };
+            if times.len() == KEPT {
+                times.pop_front();
+            }
+            times.push_back(time);
         });
     }
 }
@@ -86,7 +90,7 @@ impl Seen {
     }
 
     fn speed_up(&self) -> Option<f64> {
-        Some(median_ms(&self.eager)? / median_ms(&self.graph)?)
+        Some(median_ms(&self.eager)? / median_ms(&self.replayed)?)
     }
 }
 
@@ -188,10 +192,11 @@ graph_metric!(
 );
 
 graph_metric!(
-    /// Median step time of eager steps over that of steps that a graph executed.
+    /// Median time of an eager step over that of a replayed one, both from one wait for the device to the next.
     ///
     /// Made by [`GraphStrategy::speed_up_metric`](crate::GraphStrategy::speed_up_metric). Register it with
-    /// `metric_train_numeric`. The eager steps are those that the training took, warm-up steps mostly, which are observed and
-    /// some of which still tune kernels: a first impression, not a benchmark. Not available before both kinds were seen.
+    /// `metric_train_numeric`. Not available without
+    /// [`GraphStrategy::with_speed_up_samples`](crate::GraphStrategy::with_speed_up_samples), since steps that replay show
+    /// nothing of what they would have taken.
     SpeedUpMetric, "Speed-up", "x", higher_is_better: true, speed_up
 );

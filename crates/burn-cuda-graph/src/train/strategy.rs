@@ -8,7 +8,7 @@
 use super::metric::{Monitor, ReplayRateMetric, SpeedUpMetric, StepTimeMetric};
 use super::{hands_its_rate_on, optimize};
 use crate::config::GraphConfig;
-use crate::context::StepRate;
+use crate::context::{LearningRates, StepRate};
 use crate::error::{FallbackReason, StepError};
 use crate::explain::Explanation;
 use crate::function::GraphedFn;
@@ -17,6 +17,7 @@ use crate::optim;
 use crate::report::Report;
 use crate::shape_key::HostField;
 use crate::state::Training;
+use crate::step::StepPath;
 use crate::tensor::AnyTensor;
 use crate::tree::TensorTree;
 use burn::data::dataloader::Progress;
@@ -31,6 +32,7 @@ use burn_train::{
     train::WorkerFailure,
 };
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Train on one device, by graphed steps: what to give to `SupervisedTraining::with_training_strategy`.
 ///
@@ -71,6 +73,7 @@ pub struct GraphStrategy<M: LearnerModel> {
     device: Device,
     config: GraphConfig,
     monitor: Monitor,
+    samples: Option<u32>,
     validation: fn(&GraphConfig) -> Box<dyn Validate<M>>,
 }
 
@@ -80,6 +83,7 @@ impl<M: LearnerModel> Clone for GraphStrategy<M> {
             device: self.device.clone(),
             config: self.config.clone(),
             monitor: self.monitor.clone(),
+            samples: self.samples,
             validation: self.validation,
         }
     }
@@ -104,6 +108,7 @@ impl<M: LearnerModel> GraphStrategy<M> {
             },
             config: GraphConfig::new(),
             monitor: Monitor::default(),
+            samples: None,
             validation: |_| Box::new(EagerValidation),
         }
     }
@@ -111,6 +116,16 @@ impl<M: LearnerModel> GraphStrategy<M> {
     /// Use `config` for the training step, and for a graphed validation.
     pub fn with_config(mut self, config: GraphConfig) -> Self {
         self.config = config;
+        self
+    }
+
+    /// Time eager steps against replayed ones, for the [`speed_up_metric`](Self::speed_up_metric): of every so many steps that
+    /// could be replayed, two run eagerly, and of these and the two replays after them the second is timed, with waits for
+    /// the device around it. At least 8; off by default.
+    ///
+    /// An eager step needs its own memory beside the graph's, and may round otherwise in the last bits on CUDA.
+    pub fn with_speed_up_samples(mut self, every: u32) -> Self {
+        self.samples = Some(every.max(8));
         self
     }
 
@@ -144,13 +159,13 @@ impl<M: LearnerModel> GraphStrategy<M> {
         SpeedUpMetric::new(self.monitor.clone())
     }
 
-    /// What the training steps did so far; `None` before the first.
+    /// What the training steps did, up to some steps ago; `None` before the first.
     pub fn report(&self) -> Option<Report> {
         self.monitor.read(|seen| seen.report.clone())
     }
 
-    /// For each shape key of the training step, whether it is a graph, why not, and what to do about it; `None` before the
-    /// first step.
+    /// For each shape key of the training step, whether it is a graph, why not, and what to do about it, as of some steps ago;
+    /// `None` before the first.
     pub fn explain(&self) -> Option<Explanation> {
         self.monitor.read(|seen| seen.explanation.clone())
     }
@@ -302,7 +317,27 @@ struct Run<M: LearnerModel> {
     eager: u64,
     accumulator: GradientsAccumulator<M>,
     monitor: Monitor,
+    /// Of every so many steps that could be replayed, some are timed.
+    samples: Option<u32>,
+    /// Such steps.
+    replayable: u32,
+    /// Steps since the monitor saw the report.
+    unreported: u32,
 }
+
+/// What of a step is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sample {
+    None,
+    /// Eagerly; the state leaves the graph's buffers.
+    Eager,
+    EagerTimed,
+    /// A replay that is waited for.
+    ReplayTimed,
+}
+
+/// Steps between two reports.
+const REPORTED_EVERY: u32 = 64;
 
 impl<M> Run<M>
 where
@@ -310,7 +345,8 @@ where
     <M as TrainStep>::Input: TensorTree,
     <M as TrainStep>::Output: TensorTree,
 {
-    fn new(learner: Learner<M>, config: &GraphConfig, monitor: Monitor) -> Result<Self, StepError> {
+    fn new(learner: Learner<M>, strategy: &GraphStrategy<M>) -> Result<Self, StepError> {
+        let config = &strategy.config;
         let model = learner.model();
         let taken = optim::extract(
             &model,
@@ -338,7 +374,10 @@ where
             reason,
             eager: 0,
             accumulator: GradientsAccumulator::new(),
-            monitor,
+            monitor: strategy.monitor.clone(),
+            samples: strategy.samples,
+            replayable: 0,
+            unreported: 0,
         })
     }
 
@@ -356,17 +395,61 @@ where
         &mut self,
         (batch, gradients): Batch<M>,
     ) -> Result<<M as TrainStep>::Output, StepError> {
+        let batch = (batch, gradients);
+        let sample = self.sample(&batch);
         let Some(graphed) = &mut self.graphed else {
-            return Ok(self.plain_step(batch, gradients));
+            return Ok(self.plain_step(batch.0, batch.1));
         };
-        let state = &mut graphed.state;
-        let taken = match gradients {
+        let rates: LearningRates = match gradients {
             // Its rate is not used; that of the schedule may not be there yet.
-            Gradients::Accumulate => graphed.function.run(state, (batch, gradients), 0.0),
-            _ => (graphed.function).run(state, (batch, gradients), self.learner.lr_current()),
-        }?;
+            Gradients::Accumulate => 0.0.into(),
+            _ => self.learner.lr_current().into(),
+        };
+        let stay = matches!(sample, Sample::Eager | Sample::EagerTimed);
+        let stay = stay.then_some(FallbackReason::Timed);
+        let timed = matches!(sample, Sample::EagerTimed | Sample::ReplayTimed);
+        let waited = |state: &GraphedState<Training<M>>| {
+            let waiting = |error: burn::tensor::ExecutionError| StepError::Device {
+                doing: "waiting for a step that is timed".into(),
+                detail: error.to_string(),
+            };
+            state.device().sync().map_err(waiting)?;
+            Ok::<_, StepError>(Instant::now())
+        };
+        let started = timed.then(|| waited(&graphed.state)).transpose()?;
+        let taken = (graphed.function).run_or_stay(&mut graphed.state, batch, rates, stay)?;
+        if let Some(started) = started {
+            let time = waited(&graphed.state)? - started;
+            self.monitor.timed(taken.path.is_graph(), time);
+        }
         self.monitor.stepped(taken.path.is_graph());
+        self.unreported += 1;
+        if taken.path != StepPath::Replayed || self.unreported >= REPORTED_EVERY {
+            self.report();
+        }
         Ok(taken.output)
+    }
+
+    /// What to time of this step.
+    fn sample(&mut self, batch: &Batch<M>) -> Sample {
+        let (Some(every), Some(graphed)) = (self.samples, &self.graphed) else {
+            return Sample::None;
+        };
+        let lr = self.learner.lr_current();
+        if batch.1 != Gradients::Apply || !graphed.function.would_replay(&graphed.state, batch, lr)
+        {
+            return Sample::None;
+        }
+        self.replayable += 1;
+        // The first block early, so that a short training has its samples too.
+        match (self.replayable + every - 4) % every {
+            0 => Sample::Eager,
+            1 => Sample::EagerTimed,
+            // It copies the state back in.
+            2 => Sample::None,
+            3 => Sample::ReplayTimed,
+            _ => Sample::None,
+        }
     }
 
     /// Burn's own step.
@@ -388,6 +471,10 @@ where
         }
         self.eager += 1;
         self.monitor.stepped(false);
+        self.unreported += 1;
+        if self.eager == 1 || self.unreported >= REPORTED_EVERY {
+            self.report();
+        }
         output.item
     }
 
@@ -401,7 +488,8 @@ where
     }
 
     /// Have the monitor show the report as of now.
-    fn report(&self) {
+    fn report(&mut self) {
+        self.unreported = 0;
         let (report, explanation) = match (&self.graphed, &self.reason) {
             (Some(graphed), _) => (
                 graphed.function.report(),
@@ -482,7 +570,7 @@ where
         } = components;
         self.monitor.write(|seen| *seen = Default::default());
         let kept = learner.model();
-        let mut run = match Run::new(learner, &self.config, self.monitor.clone()) {
+        let mut run = match Run::new(learner, self) {
             Ok(run) => run,
             Err(error) => {
                 interrupter.fail(training_error(&error));
