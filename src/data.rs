@@ -14,22 +14,23 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use thiserror::Error;
 
-/// Height and width of every image, in pixels.
+/// Height and width of the images that [`digits`] and [`cifar10`] give, in pixels.
 pub const SIDE: usize = 32;
 const PIXELS: usize = SIDE * SIDE;
 
-/// Images `[n, channels, 32, 32]`, float32, and their labels `[n]`, int, on one device.
+/// Images `[n, channels, side, side]`, float32, and their labels `[n]`, int, on one device.
 pub type Batch = (Tensor<4>, Tensor<1, Int>);
 
 /// Images and labels in host memory, with a train and a validation part.
 ///
-/// Images are float32 `[n, channels, 32, 32]`, each channel normalised to mean 0 and deviation 1 over the training part
+/// Images are float32 `[n, channels, side, side]`, `side` 32 but for [`small_digits`], each channel normalised to mean 0 and deviation 1 over the training part
 /// (CIFAR-10: by the published statistics).
 #[derive(Clone, Debug)]
 pub struct Dataset {
     name: &'static str,
     images: Vec<f32>,
     labels: Vec<u8>,
+    side: usize,
     channels: usize,
     classes: usize,
     train: Vec<usize>,
@@ -63,18 +64,18 @@ impl Dataset {
         self.validation.len()
     }
 
-    /// Pixels `[channels * 32 * 32]` and label of each image of the training part, in the order of the split.
+    /// Pixels `[channels * side * side]` and label of each image of the training part, in the order of the split.
     pub fn train_samples(&self) -> impl Iterator<Item = (&[f32], u8)> {
         self.samples(&self.train)
     }
 
-    /// Pixels `[channels * 32 * 32]` and label of each image of the validation part, in the order of the split.
+    /// Pixels `[channels * side * side]` and label of each image of the validation part, in the order of the split.
     pub fn validation_samples(&self) -> impl Iterator<Item = (&[f32], u8)> {
         self.samples(&self.validation)
     }
 
     fn samples<'a>(&'a self, part: &'a [usize]) -> impl Iterator<Item = (&'a [f32], u8)> {
-        let size = self.channels * PIXELS;
+        let size = self.channels * self.side * self.side;
         let at = move |index: &usize| {
             let start = index * size;
             (&self.images[start..start + size], self.labels[*index])
@@ -110,7 +111,7 @@ impl Dataset {
     }
 
     fn batch(&self, indices: &[usize], device: &Device) -> Batch {
-        let image_len = self.channels * PIXELS;
+        let image_len = self.channels * self.side * self.side;
         let mut images = Vec::with_capacity(indices.len() * image_len);
         let mut labels = Vec::with_capacity(indices.len());
         for &index in indices {
@@ -120,7 +121,7 @@ impl Dataset {
         let n = indices.len();
         (
             Tensor::from_data(
-                TensorData::new(images, [n, self.channels, SIDE, SIDE]),
+                TensorData::new(images, [n, self.channels, self.side, self.side]),
                 device,
             ),
             Tensor::from_data(TensorData::new(labels, [n]), device),
@@ -261,11 +262,22 @@ pub enum DataError {
 /// # Errors
 /// [`DataError::Digits`] if the file was changed before the build.
 pub fn digits(seed: u64) -> Result<Dataset, DataError> {
-    parse_digits(include_bytes!("../examples/data/digits.csv.gz"), seed)
+    parse_digits(DIGITS, SIDE, seed)
 }
 
-fn parse_digits(gzipped: &[u8], seed: u64) -> Result<Dataset, DataError> {
-    const SMALL: usize = 8;
+/// The same digits as [`digits`] in the same order, in the 8x8 pixels that they have.
+///
+/// # Errors
+/// As [`digits`].
+pub fn small_digits(seed: u64) -> Result<Dataset, DataError> {
+    parse_digits(DIGITS, SMALL, seed)
+}
+
+const DIGITS: &[u8] = include_bytes!("../examples/data/digits.csv.gz");
+const SMALL: usize = 8;
+
+fn parse_digits(gzipped: &[u8], side: usize, seed: u64) -> Result<Dataset, DataError> {
+    let image_len = side * side;
     let broken = |reason: String| DataError::Digits { reason };
 
     let mut text = String::new();
@@ -283,7 +295,7 @@ fn parse_digits(gzipped: &[u8], seed: u64) -> Result<Dataset, DataError> {
             .map_err(|source| broken(format!("line {line_number}: {source}")))?;
         match values.split_last() {
             Some((&label, pixels)) if pixels.len() == SMALL * SMALL && label < 10 => {
-                images.extend(upscale(pixels, SMALL, SIDE));
+                images.extend(upscale(pixels, SMALL, side));
                 labels.push(label);
             }
             _ => {
@@ -299,11 +311,11 @@ fn parse_digits(gzipped: &[u8], seed: u64) -> Result<Dataset, DataError> {
     shuffle(&mut train, seed, 0);
     let validation = train.split_off(labels.len() - labels.len() / 5);
 
-    let pixels = train.len() as f64 * PIXELS as f64;
+    let pixels = (train.len() * image_len) as f64;
     let in_train = || {
         train
             .iter()
-            .flat_map(|&index| &images[index * PIXELS..][..PIXELS])
+            .flat_map(|&index| &images[index * image_len..][..image_len])
     };
     let mean = in_train().map(|&p| f64::from(p)).sum::<f64>() / pixels;
     let variance = in_train()
@@ -318,6 +330,7 @@ fn parse_digits(gzipped: &[u8], seed: u64) -> Result<Dataset, DataError> {
         name: "digits",
         images,
         labels,
+        side,
         channels: 1,
         classes: 10,
         train,
@@ -440,6 +453,7 @@ fn empty_cifar10(capacity: usize, seed: u64) -> Dataset {
         name: "CIFAR-10",
         images: Vec::with_capacity(capacity * CIFAR_CHANNELS * PIXELS),
         labels: Vec::with_capacity(capacity),
+        side: SIDE,
         channels: CIFAR_CHANNELS,
         classes: CIFAR_CLASSES,
         train: Vec::new(),
@@ -643,6 +657,18 @@ mod tests {
         );
     }
 
+    /// The two forms are one data set: what is learnt from one is validated on the same split of the other.
+    #[test]
+    fn small_digits_are_the_same_digits_unscaled() {
+        let (large, small) = (digits(1).unwrap(), small_digits(1).unwrap());
+        assert_eq!((&large.labels, &large.train), (&small.labels, &small.train));
+        assert_eq!(small.images.len(), 1_797 * SMALL * SMALL);
+        let mut values: Vec<f32> = small.images.clone();
+        values.sort_by(f32::total_cmp);
+        values.dedup();
+        assert_eq!(values.len(), 17, "pixels are 0 to 16, normalised");
+    }
+
     #[test]
     fn damaged_digits_are_reported_with_their_line() {
         let gzip = |text: &str| {
@@ -651,12 +677,12 @@ mod tests {
             encoder.finish().unwrap()
         };
         let good = format!("{}3", "16,".repeat(64));
-        assert!(parse_digits(&gzip(&format!("{good}\n{good}\n")), 0).is_ok());
+        assert!(parse_digits(&gzip(&format!("{good}\n{good}\n")), SIDE, 0).is_ok());
         for bad in ["16,3", &format!("{}10", "16,".repeat(64)), "x"] {
-            let error = parse_digits(&gzip(&format!("{good}\n{bad}\n")), 0).unwrap_err();
+            let error = parse_digits(&gzip(&format!("{good}\n{bad}\n")), SIDE, 0).unwrap_err();
             assert!(error.to_string().contains("line 2"), "{error}");
         }
-        assert!(parse_digits(b"not gzip", 0).is_err());
+        assert!(parse_digits(b"not gzip", SIDE, 0).is_err());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What the examples, tests and benchmarks of `burn-cuda-graph` share: models, data, and the choice of a device.
 //!
-//! Nothing here knows about graphs: the models and batches are ordinary Burn code, so that what is measured and compared
-//! elsewhere is an unchanged training step.
+//! The models and batches are ordinary Burn code that knows nothing of graphs, so that what is measured and compared
+//! elsewhere is an unchanged training step. [`example`] has the flags and the closing lines of the small examples.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
@@ -10,6 +10,7 @@ pub mod data;
 pub mod device;
 pub mod doctor;
 pub mod environment;
+pub mod example;
 pub mod models;
 pub mod renderer;
 pub mod timeline;
