@@ -18,3 +18,22 @@ pub mod warm_start;
 
 #[cfg(any(feature = "cuda", feature = "wgpu", feature = "download"))]
 mod panics;
+
+/// The Rust of the guide compiles.
+#[cfg(all(doctest, feature = "wgpu", feature = "flex"))]
+mod guide {
+    #[doc = include_str!("../docs/how-it-works.md")]
+    struct HowItWorks;
+    #[doc = include_str!("../docs/what-cannot-be-captured.md")]
+    struct WhatCannotBeCaptured;
+    #[doc = include_str!("../docs/migrating.md")]
+    struct Migrating;
+    #[doc = include_str!("../docs/from-pytorch.md")]
+    struct FromPytorch;
+    #[doc = include_str!("../docs/troubleshooting.md")]
+    struct Troubleshooting;
+    #[doc = include_str!("../docs/warm-start.md")]
+    struct WarmStart;
+    #[doc = include_str!("../docs/nsight.md")]
+    struct Nsight;
+}

@@ -567,8 +567,8 @@ impl<F, G> Engine<F, G> {
             &self.counters,
             entries,
             match self.eager_times.is_empty() {
-                true => &self.warmup_times,
-                false => &self.eager_times,
+                true => (&self.warmup_times, !self.warmup_times.is_empty()),
+                false => (&self.eager_times, false),
             },
             &self.replay_times,
             &self.capture_times,

@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Functions over one state share its buffers: an evaluation replays on the parameters as the last training step left
 /// them. Each has graphs of its own. Called with another state than before, a function drops its graphs and warms up anew.
 ///
-/// ```
+/// ```no_run
 /// # use burn::tensor::{Device, Tensor};
 /// # use burn::nn::{Linear, LinearConfig};
 /// use burn_cuda_graph::{GraphConfig, GraphedFn, GraphedState, Inference};

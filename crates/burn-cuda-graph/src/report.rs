@@ -110,6 +110,8 @@ pub struct Report {
     /// Median time of a call that ran eagerly. Time to enqueue, unless
     /// [`GraphConfig::synced_timing`](crate::GraphConfig::synced_timing) is on.
     pub median_eager_ms: Option<f64>,
+    /// Those calls were warm-up steps, which are watched, and some of which compile kernels: plain ones take less.
+    pub eager_in_warmup: bool,
     /// Median time of a call that replayed; the same remark.
     pub median_replay_ms: Option<f64>,
     /// Median time of a call that recorded: window, sealing and first replay.
@@ -128,7 +130,7 @@ impl Report {
     pub(crate) fn new(
         counters: &Counters,
         entries: Vec<EntryReport>,
-        eager: &Samples,
+        (eager, eager_in_warmup): (&Samples, bool),
         replay: &Samples,
         capture: &Samples,
         launches_eager: Option<u64>,
@@ -151,6 +153,7 @@ impl Report {
                 .count(),
             bytes_held: entries.iter().map(|entry| entry.bytes).sum(),
             median_eager_ms: eager.median_ms(),
+            eager_in_warmup,
             median_replay_ms: replay.median_ms(),
             median_capture_ms: capture.median_ms(),
             launches_per_eager_step: launches_eager,
@@ -172,7 +175,15 @@ impl Report {
         };
         counters.fallbacks.insert(reason.name().to_string(), steps);
         let none = Samples::new();
-        Self::new(&counters, Vec::new(), &none, &none, &none, None, None)
+        Self::new(
+            &counters,
+            Vec::new(),
+            (&none, false),
+            &none,
+            &none,
+            None,
+            None,
+        )
     }
 
     /// Steps taken.
@@ -204,8 +215,12 @@ impl core::fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "call time  eager {}, replay {}, capture {} (medians)",
+            "call time  eager {}{}, replay {}, capture {} (medians)",
             ms(self.median_eager_ms),
+            match self.eager_in_warmup {
+                true => " in warm-up",
+                false => "",
+            },
             ms(self.median_replay_ms),
             ms(self.median_capture_ms)
         )?;

@@ -220,7 +220,7 @@ fn gradient<M: Module>(model: &M, id: ParamId, sizes: &[f64]) -> GradientsParams
             let mut flat = Tensor::<1>::zeros([shape.num_elements()], options);
             for (place, size) in self.sizes.iter().enumerate().take(shape.num_elements()) {
                 let one = Tensor::<1>::full([1], *size, options);
-                flat = flat.slice_assign([place..place + 1], one);
+                flat = flat.slice_assign(place..place + 1, one);
             }
             self.grads.register(self.id, flat.reshape::<D, _>(shape));
         }
@@ -268,7 +268,7 @@ fn first_two(tensor: &AnyTensor) -> AnyTensor {
     let elements = tensor.spec().num_elements();
     let flat = tensor.clone().into_float::<1>();
     let flat: Tensor<1> = reshaped(flat, elements);
-    AnyTensor::from_float(flat.slice([0..elements.min(2)]))
+    AnyTensor::from_float(flat.slice(0..elements.min(2)))
 }
 
 /// `tensor`, of whatever rank, as a vector.
