@@ -7,7 +7,7 @@ use std::time::Instant;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
-use burn_cuda_graph::StepPath;
+use burn_cuda_graph::{GraphConfig, StepPath, Support, support};
 use burn_cuda_graph_suite::data::Batch;
 use burn_cuda_graph_suite::models::ResNet18;
 use serde::Serialize;
@@ -54,6 +54,10 @@ impl Trainer for Eager {
 pub struct SideBySide {
     eager: Eager,
     graphed: Graphed,
+    /// The graphed step, never recorded. On CUDA plain Burn may round otherwise: it drains its queue elsewhere, so fusion
+    /// cuts other kernels, and a net at this learning rate carries last bits far in a few steps. What replays must equal is
+    /// this one.
+    unrecorded: Option<Graphed>,
     device: Device,
     times: Vec<StepTimes>,
 }
@@ -68,9 +72,14 @@ struct StepTimes {
 impl SideBySide {
     pub fn new(model: ResNet18, lr: f64, device: &Device) -> Result<Self, Box<dyn Error>> {
         // A clone would share BatchNorm's running statistics, and each side would disturb the other's.
-        let twin = model.valid().train();
+        let twin = || model.valid().train();
+        let never = GraphConfig::new().with_warmup(u32::MAX);
+        let unrecorded = (support(device) == Support::Hardware)
+            .then(|| Graphed::with_config(twin(), lr, never))
+            .transpose()?;
         Ok(Self {
-            eager: Eager::new(twin, lr),
+            eager: Eager::new(twin(), lr),
+            unrecorded,
             graphed: Graphed::new(model, lr)?,
             device: device.clone(),
             times: Vec::new(),
@@ -99,6 +108,14 @@ impl SideBySide {
             let (eager, graphed) = (eager.len(), graphed.len());
             return Err(format!("the nets have {eager} and {graphed} values").into());
         }
+        let unrecorded = match &self.unrecorded {
+            Some(unrecorded) => Some(values(&unrecorded.model())?),
+            None => None,
+        };
+        let different = |one: &[f32], other: &[f32]| {
+            let pairs = one.iter().zip(other);
+            pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count()
+        };
         let pairs = || eager.iter().zip(&graphed);
         Ok(Comparison {
             steps: counted.len(),
@@ -109,7 +126,8 @@ impl SideBySide {
                 .zip(graphed_ms)
                 .map(|(eager, graphed)| eager / graphed),
             values: eager.len(),
-            different_bits: pairs().filter(|(a, b)| a.to_bits() != b.to_bits()).count(),
+            different_bits: different(&eager, &graphed),
+            different_bits_unrecorded: unrecorded.map(|other| different(&other, &graphed)),
             not_finite: pairs()
                 .filter(|(a, b)| !(a.is_finite() && b.is_finite()))
                 .count(),
@@ -121,6 +139,9 @@ impl SideBySide {
 impl Trainer for SideBySide {
     fn step(&mut self, batch: Batch) -> Result<Tensor<1>, Box<dyn Error>> {
         let (eager_ms, graphed_ms, loss);
+        if let Some(unrecorded) = &mut self.unrecorded {
+            unrecorded.step(batch.clone())?;
+        }
         // The sides take turns at going first, so that neither always finds the device warmer than the other.
         if self.times.len().is_multiple_of(2) {
             (_, eager_ms) = timed(&self.device, || self.eager.step(batch.clone()))?;
@@ -156,6 +177,8 @@ pub struct Comparison {
     /// Parameters and BatchNorm statistics of one net.
     pub values: usize,
     pub different_bits: usize,
+    /// Values that differ from those of the same step over the same engine, never recorded; where that was trained too.
+    pub different_bits_unrecorded: Option<usize>,
     /// Places where either net is not finite; `largest_difference` leaves those out.
     pub not_finite: usize,
     pub largest_difference: f32,
@@ -186,8 +209,19 @@ impl fmt::Display for Comparison {
             count => write!(f, "{count} values differ in their bits.")?,
         }
         match self.not_finite {
-            0 => Ok(()),
-            count => write!(f, " {count} are not finite: lower --lr."),
+            0 => {}
+            count => write!(f, " {count} are not finite: lower --lr.")?,
+        }
+        match self.different_bits_unrecorded {
+            None => Ok(()),
+            Some(0) => write!(
+                f,
+                "\nAgainst the same step, never recorded: all bits are equal."
+            ),
+            Some(count) => write!(
+                f,
+                "\nAgainst the same step, never recorded: {count} values differ in their bits."
+            ),
         }
     }
 }

@@ -185,9 +185,13 @@ struct Graphed {
 
 impl Graphed {
     fn new(model: ResNet18, lr: f64) -> Result<Self, StepError> {
+        Self::with_config(model, lr, GraphConfig::new())
+    }
+
+    fn with_config(model: ResNet18, lr: f64, config: GraphConfig) -> Result<Self, StepError> {
         let training = Training::new(model, SgdConfig::new().init());
         Ok(Self {
-            step: GraphedStep::new(training, GraphConfig::new(), train_step as _)?,
+            step: GraphedStep::new(training, config, train_step as _)?,
             lr,
             last_path: None,
         })
