@@ -3,6 +3,7 @@
 //! Burn's own renderer for that case prints a line for every batch.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use crate::warm_start::Watching;
 use burn_train::LearnerSummary;
@@ -20,6 +21,9 @@ pub struct LineRenderer {
     /// Until the first item is done.
     tuning: Option<Watching>,
     epoch: usize,
+    started: Option<Instant>,
+    /// How long the training part of the epoch took, in seconds.
+    trained_s: Option<f64>,
     names: BTreeMap<String, String>,
     latest: BTreeMap<(&'static str, String), String>,
 }
@@ -85,18 +89,28 @@ impl TrainingProgressLogger for LineRenderer {
     fn start(&mut self, _epochs: usize, first: usize, _items: Option<usize>, _label: Option<&str>) {
         self.epoch = first;
     }
-    fn start_split(&mut self, _split: &str, _items: usize) {}
+    fn start_split(&mut self, split: &str, _items: usize) {
+        self.started = (split == "train").then(Instant::now);
+    }
     fn update_split(&mut self, _items: usize) {}
     fn update_epoch(&mut self, epoch: usize) {
         if !self.quiet {
             let metrics: Vec<String> = (self.latest.iter())
                 .map(|((split, name), value)| format!("{split} {name} {value}"))
                 .collect();
-            println!("epoch {epoch:>3}: {}", metrics.join(", "));
+            let took = self.trained_s.unwrap_or_default();
+            println!(
+                "epoch {epoch:>3}: trained in {took:.3} s, {}",
+                metrics.join(", ")
+            );
         }
         self.epoch = epoch + 1;
     }
-    fn end_split(&mut self) {}
+    fn end_split(&mut self) {
+        if let Some(started) = self.started.take() {
+            self.trained_s = Some(started.elapsed().as_secs_f64());
+        }
+    }
     fn end(&mut self) {}
     fn log_event_training(&mut self, _event: String) {}
 }

@@ -64,6 +64,9 @@ struct Args {
     /// Images in a batch.
     #[arg(long, default_value_t = 64)]
     batch_size: usize,
+    /// Of so many steps eight run eagerly, to measure the speed-up.
+    #[arg(long, default_value_t = 200)]
+    samples: u32,
     /// Go on from the checkpoint of this epoch.
     #[arg(long)]
     resume: Option<usize>,
@@ -115,7 +118,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         AdamConfig::new().init(),
         schedule,
     );
-    let strategy = GraphStrategy::new(device.clone()).with_speed_up_samples(50);
+    let strategy = GraphStrategy::new(device.clone()).with_speed_up_samples(args.samples);
     let mut training = SupervisedTraining::new(&args.directory, train, valid)
         .metrics((AccuracyMetric::new(), LossMetric::new()))
         .with_default_checkpointers()

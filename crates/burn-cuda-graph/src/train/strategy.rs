@@ -120,12 +120,13 @@ impl<M: LearnerModel> GraphStrategy<M> {
     }
 
     /// Time eager steps against replayed ones, for the [`speed_up_metric`](Self::speed_up_metric): of every so many steps that
-    /// could be replayed, two run eagerly, and of these and the two replays after them the second is timed, with waits for
-    /// the device around it. At least 8; off by default.
+    /// could be replayed, at least 24, eight run eagerly, so that memory and kernels are as in a training without graphs, and
+    /// four replays after them are waited for. The second half of the former and the last three of the latter are timed. Off
+    /// by default.
     ///
     /// An eager step needs its own memory beside the graph's, and may round otherwise in the last bits on CUDA.
     pub fn with_speed_up_samples(mut self, every: u32) -> Self {
-        self.samples = Some(every.max(8));
+        self.samples = Some(every.max(24));
         self
     }
 
@@ -329,7 +330,7 @@ struct Run<M: LearnerModel> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sample {
     None,
-    /// Eagerly; the state leaves the graph's buffers.
+    /// Eagerly: the state leaves the graph's buffers, pages are allocated.
     Eager,
     EagerTimed,
     /// A replay that is waited for.
@@ -443,11 +444,11 @@ where
         self.replayable += 1;
         // The first block early, so that a short training has its samples too.
         match (self.replayable + every - 4) % every {
-            0 => Sample::Eager,
-            1 => Sample::EagerTimed,
+            0..4 => Sample::Eager,
+            4..8 => Sample::EagerTimed,
             // It copies the state back in.
-            2 => Sample::None,
-            3 => Sample::ReplayTimed,
+            8 => Sample::None,
+            9..12 => Sample::ReplayTimed,
             _ => Sample::None,
         }
     }
