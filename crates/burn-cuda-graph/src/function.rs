@@ -55,7 +55,7 @@ pub struct GraphedFn<S, B, O, F> {
     /// Tells this function from the others over its state.
     id: u64,
     /// The buffers that its graphs work on.
-    generation: Option<u64>,
+    pub(crate) generation: Option<u64>,
     /// Whether a call is a step of the state.
     kind: Kind,
     types: core::marker::PhantomData<fn(&mut S, B)>,

@@ -199,8 +199,9 @@ where
     ) -> Result<(), StepError> {
         let (key, _) = self.function.key_and_rates(&self.state, batch, lr);
         let core = &mut self.state.core;
+        let current = self.function.generation == Some(core.generation());
         let graph = match self.function.engine.sealed(&key) {
-            Some(graph) if core.owns_state() => graph,
+            Some(graph) if current && core.owns_state() => graph,
             _ => return Err(NO_GRAPH),
         };
         let stream = core.stream();

@@ -97,9 +97,9 @@ pub(crate) fn extract<M: Module>(
         ),
     };
     let (mut groups, mut states) = (Vec::<Group>::new(), BTreeMap::new());
-    let (mut ours, mut stock) = (0, 0);
+    let (mut ours, mut stock, mut unheard) = (0, 0, None);
     for (id, _) in parameters(model) {
-        let (large, grads) = (large(model, id), |sizes: &[f64]| gradient(model, id, sizes));
+        let grads = |sizes: &[f64]| gradient(model, id, sizes);
         // The optimizers that were asked, and the gradients that a plain one is given.
         let ask = |sizes: &[f64]| {
             let answer = || {
@@ -112,9 +112,12 @@ pub(crate) fn extract<M: Module>(
             catch_unwind(AssertUnwindSafe(answer))
                 .map_err(|_| custom("panicked when it was given one parameter's gradient"))
         };
-        let (heard, arrived) = ask(&[large])?;
+        let (heard, arrived) = ask(&[LARGE])?;
         let (Some(first), Some(before)) = (heard.first(), arrived.first()) else {
-            stock += usize::from(!arrived.is_empty());
+            match arrived.is_empty() {
+                true => unheard = Some(id),
+                false => stock += 1,
+            }
             continue;
         };
         ours += 1;
@@ -125,7 +128,12 @@ pub(crate) fn extract<M: Module>(
             true => None,
             false => {
                 let mut made = vec![(before.clone(), first.grad.clone())];
-                for sizes in [[large; 2].as_slice(), &[0.75 * large]] {
+                let mut probes = vec![vec![LARGE; 2], vec![0.75 * LARGE]];
+                if before.spec().num_elements() == 1 {
+                    // By norm it is not a number, by value the threshold.
+                    probes.push(vec![f64::INFINITY]);
+                }
+                for sizes in &probes {
                     let (heard, arrived) = ask(sizes)?;
                     let (Some(heard), Some(before)) = (heard.first(), arrived.first()) else {
                         return Err(custom("does not do the same twice"));
@@ -162,6 +170,11 @@ pub(crate) fn extract<M: Module>(
                 }));
             }
         }
+    }
+    if let (1.., Some(id)) = (ours, unheard) {
+        return Err(custom(&format!(
+            "does not update parameter {id} when it is given its gradient, at the rate the learner begins with"
+        )));
     }
     match (ours, stock) {
         (0, _) => Err(FallbackReason::StockOptimizer {
@@ -216,7 +229,12 @@ fn gradient<M: Module>(model: &M, id: ParamId, sizes: &[f64]) -> GradientsParams
                 return;
             }
             let value = param.val().inner();
-            let (shape, options) = (value.shape(), (&value.device(), value.dtype()));
+            // Clipping computes in `f32`: a threshold read back in half precision would be rounded.
+            let dtype = match value.dtype() {
+                DType::F16 | DType::BF16 => DType::F32,
+                other => other,
+            };
+            let (shape, options) = (value.shape(), (&value.device(), dtype));
             let mut flat = Tensor::<1>::zeros([shape.num_elements()], options);
             for (place, size) in self.sizes.iter().enumerate().take(shape.num_elements()) {
                 let one = Tensor::<1>::full([1], *size, options);
@@ -235,22 +253,7 @@ fn gradient<M: Module>(model: &M, id: ParamId, sizes: &[f64]) -> GradientsParams
 }
 
 /// A power of four that no threshold of a clipping exceeds, and whose square is finite.
-fn large<M: Module>(model: &M, id: ParamId) -> f64 {
-    struct Type(ParamId, Option<DType>);
-    impl ModuleVisitor for Type {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            if param.id == self.0 {
-                self.1 = Some(param.val().dtype());
-            }
-        }
-    }
-    let mut of = Type(id, None);
-    model.visit(&mut of);
-    match of.1 {
-        Some(DType::F16) => 2f64.powi(14),
-        _ => 2f64.powi(60),
-    }
-}
+const LARGE: f64 = (1u64 << 60) as f64;
 
 /// The bits of the first two elements.
 fn start(tensor: &AnyTensor) -> Result<Vec<u8>, FallbackReason> {

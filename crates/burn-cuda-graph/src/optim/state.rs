@@ -14,7 +14,7 @@ use burn::optim::{
 use burn::tensor::{Device, Tensor, TensorData};
 use core::marker::PhantomData;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Names and kinds of what one optimizer's state holds.
@@ -323,10 +323,12 @@ pub(crate) fn with_states(
     hooked(Hook::Inject(states), || optimizer.load_record(record)).0
 }
 
-/// The parameters of `model`, with their paths, in the order of its visit.
+/// The parameters of `model`, with their paths, in the order of its visit. One that is shared has its first path, by which
+/// Burn's optimizers and schedules know it too.
 pub(crate) fn parameters<M: Module>(model: &M) -> Vec<(ParamId, String)> {
     struct Paths {
         path: Vec<String>,
+        seen: HashSet<ParamId>,
         found: Vec<(ParamId, String)>,
     }
     impl ModuleVisitor for Paths {
@@ -337,11 +339,14 @@ pub(crate) fn parameters<M: Module>(model: &M) -> Vec<(ParamId, String)> {
             self.path.pop();
         }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.found.push((param.id, self.path.join(".")));
+            if self.seen.insert(param.id) {
+                self.found.push((param.id, self.path.join(".")));
+            }
         }
     }
     let mut paths = Paths {
         path: Vec::new(),
+        seen: HashSet::new(),
         found: Vec::new(),
     };
     model.visit(&mut paths);

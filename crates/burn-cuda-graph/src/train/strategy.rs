@@ -7,7 +7,7 @@
 
 use super::metric::{Monitor, ReplayRateMetric, SpeedUpMetric, StepTimeMetric};
 use super::{hands_its_rate_on, optimize};
-use crate::config::GraphConfig;
+use crate::config::{GraphConfig, Policy};
 use crate::context::{LearningRates, StepRate};
 use crate::error::{FallbackReason, StepError};
 use crate::explain::Explanation;
@@ -23,7 +23,7 @@ use crate::tree::TensorTree;
 use burn::data::dataloader::Progress;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
-use burn::optim::GradientsAccumulator;
+use burn::optim::{GradientsAccumulator, OptimizerRecord};
 use burn::tensor::Device;
 use burn_train::{
     EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent, LearnerModel,
@@ -64,6 +64,12 @@ where
 ///
 /// `SupervisedTraining::gradient_checkpointing` does not reach a custom strategy: give it a device that has it
 /// (`device.autodiff().gradient_checkpointing()`).
+///
+/// Gradient accumulation needs micro-batches that all reach the same parameters, as
+/// [`Training::accumulate`] does, and panics where they do not.
+///
+/// The learner keeps its own copy of the model beside the one that is trained; for a checkpoint it is brought up to date, with
+/// a copy of the optimizer's tensors for as long as that takes.
 ///
 /// Validation runs eagerly, on a copy of the model, unless [`with_graphed_validation`](Self::with_graphed_validation) is
 /// called.
@@ -124,9 +130,10 @@ impl<M: LearnerModel> GraphStrategy<M> {
     /// four replays after them are waited for. The second half of the former and the last three of the latter are timed. Off
     /// by default.
     ///
-    /// An eager step needs its own memory beside the graph's, and may round otherwise in the last bits on CUDA.
+    /// An eager step needs its own memory beside the graph's, and may round otherwise in the last bits on CUDA. None is taken
+    /// under [`Policy::RequireGraph`].
     pub fn with_speed_up_samples(mut self, every: u32) -> Self {
-        self.samples = Some(every.max(24));
+        self.samples = Some(every.clamp(24, 1 << 20));
         self
     }
 
@@ -364,6 +371,9 @@ where
                 let function = GraphedFn::new(config.clone(), step);
                 (Some(Graphed { function, state }), None)
             }
+            Err(reason) if config.policy == Policy::RequireGraph => {
+                return Err(StepError::GraphRequired { reason });
+            }
             Err(reason) => {
                 log::warn!("training stays eager: {reason}");
                 (None, Some(reason))
@@ -376,7 +386,10 @@ where
             eager: 0,
             accumulator: GradientsAccumulator::new(),
             monitor: strategy.monitor.clone(),
-            samples: strategy.samples,
+            // A step that is timed eagerly is a fallback.
+            samples: strategy
+                .samples
+                .filter(|_| config.policy == Policy::Fallback),
             replayable: 0,
             unreported: 0,
         })
@@ -386,9 +399,18 @@ where
     fn would_record(&self, batch: &Batch<M>) -> bool {
         let graphed = self.graphed.as_ref();
         graphed.is_some_and(|graphed| {
-            let lr = self.learner.lr_current();
-            graphed.function.would_record(&graphed.state, batch, lr)
+            let rates = self.rates(batch.1);
+            graphed.function.would_record(&graphed.state, batch, rates)
         })
+    }
+
+    /// The rates of a step.
+    fn rates(&self, gradients: Gradients) -> LearningRates {
+        match gradients {
+            // Not used; that of the schedule may not be there yet.
+            Gradients::Accumulate => 0.0.into(),
+            _ => self.learner.lr_current().into(),
+        }
     }
 
     /// One training step. The schedule has advanced where it is to.
@@ -397,14 +419,9 @@ where
         (batch, gradients): Batch<M>,
     ) -> Result<<M as TrainStep>::Output, StepError> {
         let batch = (batch, gradients);
-        let sample = self.sample(&batch);
+        let (sample, rates) = (self.sample(&batch), self.rates(gradients));
         let Some(graphed) = &mut self.graphed else {
             return Ok(self.plain_step(batch.0, batch.1));
-        };
-        let rates: LearningRates = match gradients {
-            // Its rate is not used; that of the schedule may not be there yet.
-            Gradients::Accumulate => 0.0.into(),
-            _ => self.learner.lr_current().into(),
         };
         let stay = matches!(sample, Sample::Eager | Sample::EagerTimed);
         let stay = stay.then_some(FallbackReason::Timed);
@@ -441,9 +458,9 @@ where
         {
             return Sample::None;
         }
-        self.replayable += 1;
+        self.replayable = self.replayable.wrapping_add(1);
         // The first block early, so that a short training has its samples too.
-        match (self.replayable + every - 4) % every {
+        match self.replayable.wrapping_add(every - 4) % every {
             0..4 => Sample::Eager,
             4..8 => Sample::EagerTimed,
             // It copies the state back in.
@@ -529,6 +546,13 @@ impl<M: LearnerModel> Run<M> {
             optim::inject(states, || self.learner.load_optim(record));
         }
         &self.learner
+    }
+
+    /// Let go of the copy of the optimizer's tensors that a checkpoint was made from.
+    fn forget_checkpoint(&mut self) {
+        if self.graphed.is_some() {
+            self.learner.load_optim(OptimizerRecord::default());
+        }
     }
 
     fn into_model(self) -> M {
@@ -624,6 +648,7 @@ where
             }
             if let Some(checkpointer) = &mut checkpointer {
                 checkpointer.checkpoint(run.up_to_date(), epoch, &event_store);
+                run.forget_checkpoint();
             }
             if let Some(early_stopping) = &mut early_stopping
                 && early_stopping.should_stop(epoch, &event_store)
