@@ -342,3 +342,94 @@ impl Optimizer for GradListener {
         state
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use crate::optim::{AdamConfig, SgdConfig};
+    use burn::nn::{Linear, LinearConfig};
+
+    fn weights(model: &Linear) -> Vec<u32> {
+        let bias = model.bias.as_ref().expect("has a bias").val();
+        let mut all: Vec<f32> = model.weight.val().into_data().iter().collect();
+        all.extend(bias.into_data().iter::<f32>());
+        all.into_iter().map(f32::to_bits).collect()
+    }
+
+    /// A gradient of `size` for every element of every parameter.
+    fn grads(model: &Linear, size: f64) -> GradientsParams {
+        let mut grads = GradientsParams::new();
+        let bias = model.bias.as_ref().expect("has a bias");
+        grads.register(model.weight.id, model.weight.val().inner().full_like(size));
+        grads.register(bias.id, bias.val().inner().full_like(size));
+        grads
+    }
+
+    fn taken(
+        model: &Linear,
+        optimizer: &ModuleOptimizer,
+    ) -> Result<ModuleOptimizer, FallbackReason> {
+        extract(
+            model,
+            |grads| drop(optimizer.clone().step(0.0, model.clone(), grads)),
+            |model, optimizer, grads| optimizer.step(0.0, model, grads),
+        )
+    }
+
+    /// What is taken over clips as the learner's does, by bits, one-element parameters and gradients that are not finite
+    /// included, and goes on from the learner's state.
+    #[test]
+    fn clipping_and_state_are_taken_over() {
+        let device = Device::flex().autodiff();
+        for clipping in [
+            None,
+            Some(GradientClipping::Value(0.3)),
+            Some(GradientClipping::Norm(1.0)),
+            Some(GradientClipping::Norm(0.1)),
+        ] {
+            let model = LinearConfig::new(5, 1).init(&device);
+            let mut theirs = AdamConfig::new().init();
+            if let Some(clipping) = &clipping {
+                theirs = theirs.with_grad_clipping(clipping.clone());
+            }
+            let model = theirs.step(0.01, model.clone(), grads(&model, 7.0));
+            let mut ours = taken(&model, &theirs).expect("is one of ours");
+            let bits = clipping.as_ref().map(clipping_bits);
+            for size in [41.0, 0.01, 1e-4, f64::INFINITY] {
+                let expected = theirs.step(0.01, model.clone(), grads(&model, size));
+                let found = ours.step(0.01, model.clone(), grads(&model, size));
+                assert_eq!(
+                    weights(&found),
+                    weights(&expected),
+                    "{bits:?}, gradient {size}"
+                );
+            }
+        }
+    }
+
+    /// A stock optimizer, and a model whose `optimize` leaves a parameter out, are not taken over.
+    #[test]
+    fn what_cannot_be_told_is_refused() {
+        let device = Device::flex().autodiff();
+        let model = LinearConfig::new(5, 1).init(&device);
+        let stock = burn::optim::SgdConfig::new().init();
+        let reason = taken(&model, &stock).map(|_| ()).expect_err("is Burn's");
+        assert_eq!(reason.name(), "stock-optimizer");
+        let ours = SgdConfig::new().init();
+        let without_bias =
+            |model: Linear, optimizer: &mut ModuleOptimizer, mut grads: GradientsParams| {
+                drop(grads.remove::<1>(model.bias.as_ref().expect("has a bias").id));
+                optimizer.step(0.0, model, grads)
+            };
+        let reason = extract(
+            &model,
+            |grads| drop(without_bias(model.clone(), &mut ours.clone(), grads)),
+            without_bias,
+        );
+        let reason = reason
+            .map(|_| ())
+            .expect_err("leaves the bias out")
+            .to_string();
+        assert!(reason.contains("does not update parameter"), "{reason}");
+    }
+}
