@@ -232,10 +232,8 @@ where
         batch: &B,
         lr: impl Into<LearningRates>,
     ) -> bool {
-        let (key, _) = self.key_and_rates(state, batch, lr);
-        self.generation == Some(state.core.generation())
-            && state.blocked().is_none()
-            && self.engine.would_record(&key)
+        let key = self.current_key(state, batch, lr);
+        state.blocked().is_none() && key.is_some_and(|key| self.engine.would_record(&key))
     }
 
     /// Whether [`run`](Self::run) would replay a graph for this batch now.
@@ -246,8 +244,19 @@ where
         batch: &B,
         lr: impl Into<LearningRates>,
     ) -> bool {
-        let (key, _) = self.key_and_rates(state, batch, lr);
-        self.generation == Some(state.core.generation()) && self.engine.sealed(&key).is_some()
+        let key = self.current_key(state, batch, lr);
+        key.is_some_and(|key| self.engine.sealed(&key).is_some())
+    }
+
+    /// The key of a call; `None` when what is known of keys is of other buffers than the state's.
+    fn current_key(
+        &self,
+        state: &GraphedState<S>,
+        batch: &B,
+        lr: impl Into<LearningRates>,
+    ) -> Option<ShapeKey> {
+        let current = self.generation == Some(state.core.generation());
+        current.then(|| self.key_and_rates(state, batch, lr).0)
     }
 
     /// Drop every graph; the next calls warm up anew.

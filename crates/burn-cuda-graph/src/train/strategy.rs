@@ -440,11 +440,8 @@ where
             let time = waited(&graphed.state)? - started;
             self.monitor.timed(taken.path.is_graph(), time);
         }
-        self.monitor.stepped(taken.path.is_graph());
-        self.unreported += 1;
-        if taken.path != StepPath::Replayed || self.unreported >= REPORTED_EVERY {
-            self.report();
-        }
+        let replayed = taken.path == StepPath::Replayed;
+        self.stepped(taken.path.is_graph(), !replayed);
         Ok(taken.output)
     }
 
@@ -453,9 +450,11 @@ where
         let (Some(every), Some(graphed)) = (self.samples, &self.graphed) else {
             return Sample::None;
         };
-        let lr = self.learner.lr_current();
-        if batch.1 != Gradients::Apply || !graphed.function.would_replay(&graphed.state, batch, lr)
-        {
+        let replays = || {
+            let rates = self.rates(batch.1);
+            (graphed.function).would_replay(&graphed.state, batch, rates)
+        };
+        if batch.1 != Gradients::Apply || !replays() {
             return Sample::None;
         }
         self.replayable = self.replayable.wrapping_add(1);
@@ -488,12 +487,17 @@ where
             }
         }
         self.eager += 1;
-        self.monitor.stepped(false);
+        self.stepped(false, self.eager == 1);
+        output.item
+    }
+
+    /// A step was taken; `news`: the report is to show it now.
+    fn stepped(&mut self, by_graph: bool, news: bool) {
+        self.monitor.stepped(by_graph);
         self.unreported += 1;
-        if self.eager == 1 || self.unreported >= REPORTED_EVERY {
+        if news || self.unreported >= REPORTED_EVERY {
             self.report();
         }
-        output.item
     }
 
     /// Drop what was accumulated and not applied: an epoch ended.
