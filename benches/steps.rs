@@ -1,37 +1,56 @@
-//! Training steps: plain Burn eager against the graphed step, in one process.
+//! Training steps: plain Burn eager, the sealed graph alone, and the graphed step, in turns in one process.
 //!
 //! What it prints, and what it must not be read as:
 //!
 //! - `eager`, `graphed`: one call and a device sync, median of interleaved rounds, so that drift of the card's clocks
 //!   hits both. Not throughput: `async` is, many calls and one sync.
-//! - `bare`: the sealed graph alone, without our copies in and out. The difference to `graphed` is our layer.
-//! - `launches`: kernel launches of the eager step. Not those of the graph, which holds the write-back as well.
-//! - `capture`: the call that records, seals and runs the first replay, caches warm.
+//! - `bare`: the sealed graph alone, without our copies in and out. The difference to `graphed` is our layer. Nothing a
+//!   user can call.
+//! - `faster`: eager over graphed, both queued.
+//! - `launches`: kernel launches of plain Burn's step, and of a call that replays, copies included. Not those inside the
+//!   graph, which holds the write-back as well.
+//! - `capture`: the call that records, seals and runs the first replay, caches warm. `even`: the steps after which it has
+//!   paid for itself, from queued times.
+//! - `host`: the time until a graphed call returns, calls queued from an idle device on, few enough that none waits for a
+//!   full queue. Not the time of a step.
 //! - `control`: a step bound by the GPU's arithmetic, which must show a ratio of about 1.0, or the harness is lying.
 //! - `equal`: `bits` when the parameters equal plain Burn's bit by bit. Otherwise the largest difference; whether they
 //!   equal those of the same step over our engine that never records; and whether plain Burn, run twice from the same
 //!   weights on the same batches, repeats its own bits.
 //!
 //! Before a row is printed, both twins have taken the same number of steps from the same weights on the same batches and
-//! their parameters were compared bit by bit.
+//! their parameters were compared bit by bit. Plain Burn trains with Burn's optimizer, the graphed step with ours. Where a
+//! step draws random numbers, plain Burn draws the same ones in the comparison, by `with_random`; when it is timed it
+//! draws its own.
 //!
 //! ```text
 //! cargo bench --features cuda --bench steps -- --device cuda --json benches/results/NAME.json
 //! cargo bench --bench steps -- --device wgpu --quick        # software Vulkan: a check of the harness, no figures
+//! benches/compare.sh                                        # with PyTorch's times beside ours, a table and a plot
 //! ```
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
-use burn::optim::{GradientsParams, SgdConfig};
-use burn::tensor::{Device, Distribution, Int, Tensor};
-use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepPath, StepRate, Training, support};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
+use burn_cuda_graph::{
+    GraphConfig, GraphedStep, Policy, StepPath, StepRate, TensorTree, Training, optim as ours,
+    support, with_random,
+};
+use burn_cuda_graph_suite::bench::{
+    self, BenchCase, Memory, Net, OptimizerKind, Row, Summary, break_even_steps, idle_share,
+};
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
 use burn_cuda_graph_suite::environment::{self, Environment};
-use burn_cuda_graph_suite::models::{Mlp, MlpConfig, ResNet18, ResNet18Config};
+use burn_cuda_graph_suite::models::{
+    Gpt, GptConfig, LstmClassifier, LstmClassifierConfig, Mlp, MlpConfig, ResNet18, ResNet18Config,
+};
 use clap::Parser;
 use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
-use serde::Serialize;
 use std::collections::BTreeSet;
+use std::error::Error;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -40,13 +59,13 @@ struct Args {
     /// Device to measure on.
     #[arg(long, value_enum, default_value = "auto")]
     device: DeviceChoice,
-    /// Cases, as `mlp:BATCH`, `resnet18:BATCH`, `control:BATCH`.
+    /// Cases, as NAME:BATCH or NAME:BATCH:OPTIMIZER: mlp, resnet18, gpt, lstm, control; sgd (the default), adam.
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "mlp:64,resnet18:16,control:4096"
+        default_value = "mlp:64:sgd,mlp:64:adam,resnet18:16:sgd,resnet18:16:adam,gpt:8:adam,lstm:32:adam,control:4096:sgd"
     )]
-    cases: Vec<String>,
+    cases: Vec<BenchCase>,
     /// Interleaved rounds per case.
     #[arg(long, default_value_t = 8)]
     rounds: usize,
@@ -64,82 +83,92 @@ struct Args {
     quick: bool,
     /// Write the rows, the device and the command as JSON.
     #[arg(long)]
-    json: Option<std::path::PathBuf>,
+    json: Option<PathBuf>,
+    /// Write the rows as Markdown tables.
+    #[arg(long)]
+    markdown: Option<PathBuf>,
+    /// Write the queued times as an SVG.
+    #[arg(long)]
+    plot: Option<PathBuf>,
+    /// Put the rows of this file beside ours: what `benches/pytorch.py` printed.
+    #[arg(long)]
+    peers: Option<PathBuf>,
     /// Passed by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-#[derive(Serialize, Default, Debug)]
-struct Row {
-    case: String,
-    batch: usize,
-    optimizer: &'static str,
-    first_step_s: f64,
-    eager_sync_ms: f64,
-    eager_min_ms: f64,
-    graphed_sync_ms: f64,
-    graphed_min_ms: f64,
-    bare_sync_ms: f64,
-    eager_async_ms: f64,
-    graphed_async_ms: f64,
-    bare_async_ms: f64,
-    samples: usize,
-    ratio_sync: f64,
-    layer_over_bare_us: f64,
-    layer_over_bare_percent: f64,
-    replay_host_us: f64,
-    launches_eager: Option<u64>,
-    capture_ms: Option<f64>,
-    bytes_held: u64,
-    replayed: u64,
-    equality_steps: usize,
-    losses_equal: bool,
-    parameters_equal: bool,
-    largest_difference: f32,
-    equals_own_eager: bool,
-    eager_repeats_itself: bool,
-    eager_largest_difference: f32,
-    atomic_kernels: Vec<String>,
-    memory: Option<Memory>,
-}
-
-#[derive(Serialize, Default, Debug)]
-struct Memory {
-    replays: usize,
-    reserved_before_replays: u64,
-    reserved_after_replays: u64,
-    captures: usize,
-    reserved_per_capture: Vec<u64>,
-}
+/// The rate of every step.
+const LR: f64 = 0.001;
+/// Key of the random numbers that twins are compared on.
+const KEY: u64 = 7;
+/// Calls queued from an idle device on when the host's time is taken; more, and the last ones wait for room in a queue.
+const BURST: usize = 4;
 
 /// A network with an input of its own shape.
-trait Case: Module {
-    fn classify(&self, x: Tensor<4>) -> Tensor<2>;
+trait Case: Module + 'static {
+    type Input: TensorTree + Clone;
+    /// What is made once, outside the step.
+    type Fixed: Clone;
+    fn logits(&self, x: Self::Input, fixed: &Self::Fixed) -> Tensor<2>;
 }
 
 impl Case for Mlp {
-    fn classify(&self, x: Tensor<4>) -> Tensor<2> {
-        let [batch, features, _, _] = x.dims();
-        self.forward(x.reshape([batch, features]))
-    }
-}
-
-impl Case for ResNet18 {
-    fn classify(&self, x: Tensor<4>) -> Tensor<2> {
+    type Input = Tensor<2>;
+    type Fixed = ();
+    fn logits(&self, x: Tensor<2>, _: &()) -> Tensor<2> {
         self.forward(x)
     }
 }
 
-type Batch = (Tensor<4>, Tensor<1, Int>);
+impl Case for ResNet18 {
+    type Input = Tensor<4>;
+    type Fixed = ();
+    fn logits(&self, x: Tensor<4>, _: &()) -> Tensor<2> {
+        self.forward(x)
+    }
+}
+
+impl Case for Gpt {
+    type Input = Tensor<2, Int>;
+    type Fixed = Tensor<2, Bool>;
+    fn logits(&self, x: Tensor<2, Int>, causal: &Tensor<2, Bool>) -> Tensor<2> {
+        self.forward(x, causal).flatten(0, 1)
+    }
+}
+
+impl Case for LstmClassifier {
+    type Input = Tensor<3>;
+    type Fixed = ();
+    fn logits(&self, x: Tensor<3>, _: &()) -> Tensor<2> {
+        self.forward(x)
+    }
+}
+
+type Batch<M> = (<M as Case>::Input, Tensor<1, Int>);
 
 fn step_fn<M: Case>(
     loss: CrossEntropyLoss,
-) -> impl Fn(&mut Training<M>, Batch, StepRate) -> Tensor<1> {
+    fixed: M::Fixed,
+) -> impl Fn(&mut Training<M>, Batch<M>, StepRate) -> Tensor<1> {
     move |t, (x, y), lr| {
-        let loss = loss.forward(t.model().classify(x), y);
+        let loss = loss.forward(t.model().logits(x, &fixed), y);
         t.optimize(lr, GradientsParams::from_grads(loss.backward(), t.model()));
         loss
+    }
+}
+
+/// Our optimizer, and Burn's.
+fn optimizers(kind: OptimizerKind) -> [fn() -> ModuleOptimizer; 2] {
+    match kind {
+        OptimizerKind::Sgd => [
+            || ours::SgdConfig::new().init(),
+            || burn::optim::SgdConfig::new().init(),
+        ],
+        OptimizerKind::Adam => [
+            || ours::AdamConfig::new().init(),
+            || burn::optim::AdamConfig::new().init(),
+        ],
     }
 }
 
@@ -165,38 +194,47 @@ fn compare(ours: &[f32], theirs: &[f32]) -> (bool, f32) {
     )
 }
 
-/// The kernels of a step that add atomically, whose sums depend on the order in which threads arrive.
-fn atomic_kernels(device: &Device, step: impl FnOnce()) -> Vec<String> {
+/// How many kernels a step launches, and those of them that add atomically, whose sums depend on the order in which
+/// threads arrive.
+fn launches(device: &Device, step: impl FnOnce()) -> (u64, Vec<String>) {
     #[derive(Default)]
-    struct Names(Mutex<BTreeSet<&'static str>>);
-    impl LaunchObserver for Names {
+    struct Launches {
+        count: AtomicU64,
+        names: Mutex<BTreeSet<&'static str>>,
+    }
+    impl LaunchObserver for Launches {
         fn launched(&self, kernel: &'static str) {
+            self.count.fetch_add(1, Ordering::Relaxed);
             let mut names = self
-                .0
+                .names
                 .lock()
                 .unwrap_or_else(|poisoned| poisoned.into_inner());
             names.insert(kernel);
         }
     }
-    let names = Arc::new(Names::default());
-    let observation = LaunchObservation::new(names.clone());
+    // What is still queued is not of this step.
+    drop(device.sync());
+    let launches = Arc::new(Launches::default());
+    let observation = LaunchObservation::new(launches.clone());
     step();
     drop(device.sync());
     drop(observation);
-    let names = names
-        .0
+    let names = launches
+        .names
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
-    names
+    let atomic = names
         .iter()
         .filter(|name| name.to_lowercase().contains("atomic"))
         .map(|name| name.to_string())
-        .collect()
+        .collect();
+    (launches.count.load(Ordering::Relaxed), atomic)
 }
 
-fn median(mut samples: Vec<f64>) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    samples.get(samples.len() / 2).copied().unwrap_or(f64::NAN)
+/// Milliseconds in which the GPU computed or copied while `steps` ran, which ends with a wait for it. `None`, without
+/// running it, where nothing measures that.
+fn gpu_busy(_steps: &mut dyn FnMut()) -> Option<f64> {
+    None
 }
 
 fn reserved(device: &Device) -> u64 {
@@ -205,106 +243,119 @@ fn reserved(device: &Device) -> u64 {
         .map_or(0, |usage| usage.bytes_reserved)
 }
 
+/// The sizes of a case, small with `--quick`.
+struct Sizes {
+    batch: usize,
+    random_registered: bool,
+}
+
 fn measure<M: Case>(
-    name: &str,
-    size: usize,
+    case: &BenchCase,
+    sizes: &Sizes,
     model: M,
-    shape: [usize; 4],
+    fixed: M::Fixed,
+    sample: impl Fn() -> Batch<M>,
     device: &Device,
     args: &Args,
-) -> Result<Row, Box<dyn std::error::Error>> {
-    const LR: f64 = 0.001;
+) -> Result<Row, Box<dyn Error>> {
     let inner = device.clone().inner();
     let loss = CrossEntropyLossConfig::new().init(device);
-    let twin = model.valid().train();
-    let batches: Vec<Batch> = (0..8)
-        .map(|_| {
-            let x = Tensor::random(shape, Distribution::Normal(0.0, 1.0), device);
-            let y = Tensor::<1, Int>::random([size], Distribution::Uniform(0.0, 10.0), device);
-            (x, y)
-        })
-        .collect();
+    let [our_optimizer, burns_optimizer] = optimizers(case.optimizer);
+    let batches: Vec<Batch<M>> = (0..8).map(|_| sample()).collect();
+    let batch = |index: usize| batches[index % batches.len()].clone();
     inner.sync()?;
 
-    let plain = step_fn::<M>(loss.clone());
-    let fresh = || Training::new(model.valid().train(), SgdConfig::new().init());
-    // The first steps of a shape try several kernels; figures and comparisons come after.
+    let plain = step_fn::<M>(loss.clone(), fixed.clone());
+    // Plain Burn's step on the random numbers that a graphed one draws.
+    let plain_at = |training: &mut Training<M>, index: usize| {
+        with_random(&inner, KEY, index as u64, || {
+            plain(training, batch(index), LR.into())
+        })
+    };
+    let stock = || Training::new(model.valid().train(), burns_optimizer());
+    let graphed_step = |config: GraphConfig| {
+        let training = Training::new(model.valid().train(), our_optimizer());
+        let mut step =
+            GraphedStep::new(training, config, step_fn::<M>(loss.clone(), fixed.clone()))?;
+        step.seed(KEY);
+        Ok::<_, Box<dyn Error>>(step)
+    };
+    let never_recorded = || GraphConfig::new().with_warmup(u32::MAX);
+
+    // The first steps of a shape try several kernels, in our optimizer's as in Burn's; figures and comparisons come after.
     let started = Instant::now();
-    let mut tuned = fresh();
-    plain(&mut tuned, batches[0].clone(), LR.into());
+    let mut tuned = stock();
+    plain_at(&mut tuned, 0);
     inner.sync()?;
     let first_step_s = started.elapsed().as_secs_f64();
-    for batch in batches.iter().take(4) {
-        plain(&mut tuned, batch.clone(), LR.into());
+    let mut tuned_ours = graphed_step(never_recorded())?;
+    for index in 0..4 {
+        plain_at(&mut tuned, index);
+        inner.sync()?;
+        tuned_ours.run(batch(index), LR)?;
         inner.sync()?;
     }
-    drop(tuned);
+    drop((tuned, tuned_ours));
     let equality_steps = if args.quick { 8 } else { 50 };
-    let (mut once, mut again) = (fresh(), fresh());
+    let (mut once, mut again) = (stock(), stock());
     for index in 0..equality_steps {
-        plain(&mut once, batches[index % batches.len()].clone(), LR.into());
+        plain_at(&mut once, index);
         inner.sync()?;
-        plain(
-            &mut again,
-            batches[index % batches.len()].clone(),
-            LR.into(),
-        );
+        plain_at(&mut again, index);
         inner.sync()?;
     }
     let (eager_repeats_itself, eager_largest_difference) =
         compare(&values(once.model()), &values(again.model()));
-    let atomic_kernels = atomic_kernels(&inner, || {
-        drop(plain(&mut once, batches[0].clone(), LR.into()))
+    let (launches_plain, atomic_kernels) = launches(&inner, || {
+        drop(plain(&mut once, batch(0), LR.into()));
     });
     drop((once, again));
 
-    let fresh_copy = fresh();
-    let mut eager = Training::new(twin, SgdConfig::new().init());
-    let mut graphed = GraphedStep::new(
-        Training::new(model, SgdConfig::new().init()),
-        GraphConfig::new().with_policy(Policy::RequireGraph),
-        step_fn::<M>(loss.clone()),
-    )?;
-
     // Equality: the same steps on both, compared bit by bit before anything is timed.
+    let mut eager = stock();
+    let mut graphed = graphed_step(GraphConfig::new().with_policy(Policy::RequireGraph))?;
     let mut losses = Vec::new();
     for index in 0..equality_steps {
-        let batch = &batches[index % batches.len()];
-        let theirs = plain(&mut eager, batch.clone(), LR.into());
+        let theirs = plain_at(&mut eager, index);
         inner.sync()?;
-        let ours = graphed.run(batch.clone(), LR)?;
+        let ours = graphed.run(batch(index), LR)?;
         let expected = match index {
-            0..3 => false,
+            0..3 => true,
             3 => ours.path == StepPath::Recorded,
             _ => ours.path == StepPath::Replayed,
         };
-        if !expected && index >= 3 {
-            return Err(format!("step {index} of {name} ran as {}", ours.path).into());
+        if !expected {
+            return Err(format!("step {index} of {case} ran as {}", ours.path).into());
         }
         losses.push((theirs, ours.output));
     }
     let losses_equal = losses.into_iter().all(|(theirs, ours)| {
         theirs.into_scalar::<f32>().to_bits() == ours.into_scalar::<f32>().to_bits()
     });
-    let (parameters_equal, largest_difference) =
-        compare(&values(&graphed.model()), &values(eager.model()));
+    let graphed_values = values(&graphed.model());
+    let (parameters_equal, largest_difference) = compare(&graphed_values, &values(eager.model()));
     // The same step over the same engine, never recorded.
-    let mut unrecorded = GraphedStep::new(
-        fresh_copy,
-        GraphConfig::new().with_warmup(u32::MAX),
-        step_fn::<M>(loss),
-    )?;
-    for index in 0..equality_steps {
-        unrecorded.run(batches[index % batches.len()].clone(), LR)?;
-    }
-    let (equals_own_eager, _) = compare(&values(&graphed.model()), &values(&unrecorded.model()));
-    drop(unrecorded);
+    let unrecorded = || {
+        let mut step = graphed_step(never_recorded())?;
+        for index in 0..equality_steps {
+            step.run(batch(index), LR)?;
+        }
+        Ok::<_, Box<dyn Error>>(values(&step.model()))
+    };
+    let own = unrecorded()?;
+    let (equals_own_eager, _) = compare(&graphed_values, &own);
+    let own_eager_repeats_itself = match equals_own_eager {
+        true => None,
+        false => Some(compare(&own, &unrecorded()?).0),
+    };
+    drop((graphed_values, own));
 
-    let (mut e, mut g, mut b, mut host) = (vec![], vec![], vec![], vec![]);
+    let (mut e, mut g, mut b) = (vec![], vec![], vec![]);
     let (mut ea, mut ga, mut ba) = (vec![], vec![], vec![]);
+    let (mut eh, mut gh, mut bh) = (vec![], vec![], vec![]);
     let ms = |started: Instant| started.elapsed().as_secs_f64() * 1e3;
     for round in 0..args.rounds {
-        let batch = |call: usize| batches[(round + call) % batches.len()].clone();
+        let batch = |call: usize| batch(round + call);
         for call in 0..args.calls {
             let started = Instant::now();
             let out = plain(&mut eager, batch(call), LR.into());
@@ -315,7 +366,6 @@ fn measure<M: Case>(
         for call in 0..args.calls {
             let started = Instant::now();
             let out = graphed.run(batch(call), LR)?;
-            host.push(ms(started) * 1e3);
             inner.sync()?;
             g.push(ms(started));
             assert!(out.path == StepPath::Replayed);
@@ -347,16 +397,62 @@ fn measure<M: Case>(
         }
         inner.sync()?;
         ba.push(per_call(started));
+        // The host alone: the device is idle at the start of a burst, and the outputs live to its end, so that no call pays
+        // for dropping another's.
+        for _ in 0..args.calls.div_ceil(BURST) {
+            let mut outputs = Vec::with_capacity(BURST);
+            for call in 0..BURST {
+                let batch = batch(call);
+                let started = Instant::now();
+                outputs.push(plain(&mut eager, batch, LR.into()));
+                eh.push(ms(started) * 1e3);
+            }
+            inner.sync()?;
+            outputs.clear();
+            for call in 0..BURST {
+                let batch = batch(call);
+                let started = Instant::now();
+                outputs.push(graphed.run(batch, LR)?.output);
+                gh.push(ms(started) * 1e3);
+            }
+            inner.sync()?;
+            outputs.clear();
+            for _ in 0..BURST {
+                let started = Instant::now();
+                graphed.replay_bare(&bare_batch, LR)?;
+                bh.push(ms(started) * 1e3);
+            }
+            inner.sync()?;
+        }
     }
 
-    let memory = match args.memory && median(e.clone()) < 25.0 {
+    let eager_busy = gpu_busy(&mut || {
+        for call in 0..args.calls {
+            plain(&mut eager, batch(call), LR.into());
+        }
+        drop(inner.sync());
+    });
+    let mut failed = None;
+    let graphed_busy = gpu_busy(&mut || {
+        for call in 0..args.calls {
+            failed = graphed.run(batch(call), LR).err().or(failed.take());
+        }
+        drop(inner.sync());
+    });
+    if let Some(error) = failed {
+        return Err(error.into());
+    }
+
+    let [e, g, b, ea, ga, ba, eh, gh, bh] =
+        [&e, &g, &b, &ea, &ga, &ba, &eh, &gh, &bh].map(|samples| Summary::of(samples));
+    let memory = match args.memory && e.median < 25.0 {
         false => None,
         true => {
             let replays = if args.quick { 50 } else { 1000 };
-            graphed.run(batches[0].clone(), LR)?;
+            graphed.run(batch(0), LR)?;
             let before = reserved(&inner);
             for index in 0..replays {
-                graphed.run(batches[index % batches.len()].clone(), LR)?;
+                graphed.run(batch(index), LR)?;
             }
             inner.sync()?;
             let after = reserved(&inner);
@@ -364,8 +460,8 @@ fn measure<M: Case>(
             let mut per_capture = Vec::new();
             for _ in 0..captures {
                 graphed.release();
-                for batch in batches.iter().take(6) {
-                    graphed.run(batch.clone(), LR)?;
+                for index in 0..6 {
+                    graphed.run(batch(index), LR)?;
                 }
                 inner.sync()?;
                 per_capture.push(reserved(&inner));
@@ -381,55 +477,155 @@ fn measure<M: Case>(
     };
 
     let report = graphed.report();
-    let min = |samples: &[f64]| samples.iter().copied().fold(f64::INFINITY, f64::min);
-    let samples = e.len();
-    let (eager_min_ms, graphed_min_ms) = (min(&e), min(&g));
-    let (eager_sync_ms, graphed_sync_ms, bare_sync_ms) = (median(e), median(g), median(b));
+    let per_call = |busy: Option<f64>| busy.map(|ms| ms / args.calls as f64);
+    let (eager_busy, graphed_busy) = (per_call(eager_busy), per_call(graphed_busy));
     Ok(Row {
-        case: name.to_string(),
-        batch: size,
-        optimizer: "sgd",
+        case: case.net.name().to_string(),
+        batch: sizes.batch,
+        optimizer: case.optimizer.name().to_string(),
+        random_numbers: case.net.draws_random(),
+        random_registered: sizes.random_registered,
         first_step_s,
-        eager_sync_ms,
-        eager_min_ms,
-        graphed_sync_ms,
-        graphed_min_ms,
-        bare_sync_ms,
-        eager_async_ms: median(ea),
-        graphed_async_ms: median(ga),
-        bare_async_ms: median(ba),
-        samples,
-        ratio_sync: graphed_sync_ms / eager_sync_ms,
-        layer_over_bare_us: (graphed_sync_ms - bare_sync_ms) * 1e3,
-        layer_over_bare_percent: (graphed_sync_ms / bare_sync_ms - 1.0) * 100.0,
-        replay_host_us: median(host),
+        eager_sync_ms: e.median,
+        eager_min_ms: e.min,
+        graphed_sync_ms: g.median,
+        graphed_min_ms: g.min,
+        bare_sync_ms: b.median,
+        bare_min_ms: b.min,
+        samples: e.samples,
+        eager_async_ms: ea.median,
+        eager_async_min_ms: ea.min,
+        graphed_async_ms: ga.median,
+        graphed_async_min_ms: ga.min,
+        bare_async_ms: ba.median,
+        bare_async_min_ms: ba.min,
+        samples_async: ea.samples,
+        ratio_sync: g.median / e.median,
+        speed_up_sync: e.median / g.median,
+        speed_up_async: ea.median / ga.median,
+        layer_over_bare_us: (g.median - b.median) * 1e3,
+        layer_over_bare_percent: (g.median / b.median - 1.0) * 100.0,
+        eager_host_us: eh.median,
+        replay_host_us: gh.median,
+        bare_host_us: bh.median,
+        samples_host: gh.samples,
+        launches_plain,
         launches_eager: report.launches_per_eager_step,
+        launches_replay: report.launches_per_replay,
         capture_ms: report.median_capture_ms,
+        break_even_steps: (report.median_capture_ms)
+            .and_then(|capture| break_even_steps(capture, ea.median, ga.median)),
         bytes_held: report.bytes_held,
+        eager_gpu_busy_ms: eager_busy,
+        eager_gpu_idle_share: eager_busy.map(|busy| idle_share(busy, ea.median)),
+        gpu_busy_ms: graphed_busy,
+        gpu_idle_share: graphed_busy.map(|busy| idle_share(busy, ga.median)),
         replayed: report.replayed,
         equality_steps,
         losses_equal,
         parameters_equal,
         largest_difference,
         equals_own_eager,
+        own_eager_repeats_itself,
         eager_repeats_itself,
         eager_largest_difference,
         atomic_kernels,
         memory,
+        peers: Vec::new(),
     })
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    env_logger::init();
-    let mut args = Args::parse();
-    if args.quick {
-        (args.rounds, args.calls, args.width) = (2, 3, args.width.min(4));
+/// `shape` random numbers, and `labels` random classes.
+fn noise<const D: usize>(
+    shape: [usize; D],
+    (labels, classes): (usize, usize),
+    device: &Device,
+) -> (Tensor<D>, Tensor<1, Int>) {
+    let x = Tensor::random(shape, Distribution::Normal(0.0, 1.0), device);
+    (x, whole([labels], classes, device))
+}
+
+/// Random numbers from 0 to `below`, without it.
+fn whole<const D: usize>(shape: [usize; D], below: usize, device: &Device) -> Tensor<D, Int> {
+    Tensor::random(shape, Distribution::Uniform(0.0, below as f64), device)
+}
+
+fn run(
+    case: &BenchCase,
+    device: &Device,
+    args: &Args,
+    random_registered: bool,
+) -> Result<Row, Box<dyn Error>> {
+    device.seed(1);
+    let quick = args.quick;
+    let batch = match case.net {
+        Net::Mlp => case.batch,
+        Net::Control if quick => 64,
+        Net::ResNet18 | Net::Gpt | Net::Lstm if quick => case.batch.min(2),
+        _ => case.batch,
+    };
+    let sizes = &Sizes {
+        batch,
+        random_registered,
+    };
+    match case.net {
+        Net::Mlp => {
+            let model = MlpConfig::new(vec![784, 256, 256, 256, 10]).init(device);
+            let sample = || noise([batch, 784], (batch, 10), device);
+            measure(case, sizes, model, (), sample, device, args)
+        }
+        Net::Control => {
+            let wide = if quick { 64 } else { 8192 };
+            let model = MlpConfig::new(vec![wide, wide, wide, 10]).init(device);
+            let sample = || noise([batch, wide], (batch, 10), device);
+            measure(case, sizes, model, (), sample, device, args)
+        }
+        Net::ResNet18 => {
+            let config = ResNet18Config::new().with_width(args.width);
+            let sample = || noise([batch, 3, 32, 32], (batch, 10), device);
+            measure(case, sizes, config.init(device), (), sample, device, args)
+        }
+        Net::Gpt => {
+            let config = match quick {
+                true => GptConfig::new(32, 8)
+                    .with_width(16)
+                    .with_heads(2)
+                    .with_layers(1),
+                false => GptConfig::new(512, 128),
+            };
+            let (window, vocabulary) = (config.window, config.vocabulary);
+            let sample = || {
+                let tokens = whole([batch, window], vocabulary, device);
+                (tokens, whole([batch * window], vocabulary, device))
+            };
+            let causal = config.causal_mask(device);
+            measure(
+                case,
+                sizes,
+                config.init(device),
+                causal,
+                sample,
+                device,
+                args,
+            )
+        }
+        Net::Lstm => {
+            let (time, config) = match quick {
+                true => (
+                    4,
+                    LstmClassifierConfig::new().with_features(8).with_hidden(8),
+                ),
+                false => (32, LstmClassifierConfig::new()),
+            };
+            let sample = || noise([batch, time, config.features], (batch, 10), device);
+            measure(case, sizes, config.init(device), (), sample, device, args)
+        }
     }
-    let (device, why) = device::open(args.device)?;
-    println!("{why}; {}", support(&device));
-    let device = device.autodiff();
+}
+
+fn print_header() {
     println!(
-        "{:<16} {:>9} {:>9} {:>9} {:>7} | {:>9} {:>9} {:>9} | {:>8} {:>9} {:>8} {:>9}  equal",
+        "{:<20} {:>9} {:>9} {:>9} {:>7} | {:>9} {:>9} {:>9} {:>7} | {:>9} {:>9} {:>7} {:>8} {:>9}  equal",
         "step",
         "eager",
         "graphed",
@@ -438,66 +634,91 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "eager as.",
         "graph as.",
         "bare as.",
+        "faster",
         "launches",
         "capture",
+        "even",
         "host us",
         "MiB"
     );
+}
+
+fn print(row: &Row) {
+    let count = |value: Option<u64>| value.map_or("-".to_string(), |value| value.to_string());
+    println!(
+        "{:<20} {:>9.3} {:>9.3} {:>9.3} {:>7.3} | {:>9.3} {:>9.3} {:>9.3} {:>7.2} | {:>9} {:>9.1} {:>7} {:>8.1} {:>9.1}  {}",
+        row.name(),
+        row.eager_sync_ms,
+        row.graphed_sync_ms,
+        row.bare_sync_ms,
+        row.ratio_sync,
+        row.eager_async_ms,
+        row.graphed_async_ms,
+        row.bare_async_ms,
+        row.speed_up_async,
+        format!("{}/{}", row.launches_plain, count(row.launches_replay)),
+        row.capture_ms.unwrap_or(f64::NAN),
+        row.break_even_steps
+            .map_or("-".to_string(), |steps| format!("{:.0}", steps.ceil())),
+        row.replay_host_us,
+        row.bytes_held as f64 / (1 << 20) as f64,
+        match (row.parameters_equal, row.eager_repeats_itself) {
+            (true, _) => "bits".to_string(),
+            (false, repeats) => format!(
+                "max |d| {:.2e}; bits of the same step unrecorded: {}; plain Burn repeats itself: {repeats}, max |d| {:.2e}",
+                row.largest_difference, row.equals_own_eager, row.eager_largest_difference
+            ),
+        }
+    );
+    if let Some(memory) = &row.memory {
+        println!("    memory {memory:?}");
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    env_logger::init();
+    let mut args = Args::parse();
+    if args.quick {
+        (args.rounds, args.calls, args.width) = (2, 3, args.width.min(4));
+    }
+    // Read before anything is measured: a file that is wrong is known at once.
+    let peers = match &args.peers {
+        Some(path) => bench::peers_of(&std::fs::read_to_string(path)?)?,
+        None => Vec::new(),
+    };
+    // Only where a case draws: a program that draws nothing has no reason to, and each of its operations would be offered to
+    // one more observer.
+    let random_registered = args.cases.iter().any(|case| case.net.draws_random());
+    if random_registered {
+        burn_cuda_graph::register_random()?;
+    }
+    let (device, why) = device::open(args.device)?;
+    println!("{why}; {}", support(&device));
+    let device = device.autodiff();
+    print_header();
     let mut rows = Vec::new();
     for case in &args.cases {
-        let (name, size) = case
-            .split_once(':')
-            .ok_or(format!("{case}: expected NAME:BATCH"))?;
-        let size: usize = size.parse()?;
-        device.seed(1);
-        let row = match name {
-            "mlp" => {
-                let model = MlpConfig::new(vec![784, 256, 256, 256, 10]).init(&device);
-                measure(name, size, model, [size, 784, 1, 1], &device, &args)?
-            }
-            "control" => {
-                let wide = if args.quick { 64 } else { 8192 };
-                let model = MlpConfig::new(vec![wide, wide, wide, 10]).init(&device);
-                let size = if args.quick { 64 } else { size };
-                measure(name, size, model, [size, wide, 1, 1], &device, &args)?
-            }
-            "resnet18" => {
-                let model = ResNet18Config::new().with_width(args.width).init(&device);
-                let size = if args.quick { size.min(2) } else { size };
-                measure(name, size, model, [size, 3, 32, 32], &device, &args)?
-            }
-            other => return Err(format!("no case {other}: mlp, resnet18, control").into()),
-        };
-        println!(
-            "{:<16} {:>9.3} {:>9.3} {:>9.3} {:>7.3} | {:>9.3} {:>9.3} {:>9.3} | {:>8} {:>9.1} {:>8.1} {:>9.1}  {}",
-            format!("{} {}", row.case, row.batch),
-            row.eager_sync_ms,
-            row.graphed_sync_ms,
-            row.bare_sync_ms,
-            row.ratio_sync,
-            row.eager_async_ms,
-            row.graphed_async_ms,
-            row.bare_async_ms,
-            row.launches_eager.unwrap_or(0),
-            row.capture_ms.unwrap_or(f64::NAN),
-            row.replay_host_us,
-            row.bytes_held as f64 / (1 << 20) as f64,
-            match (row.parameters_equal, row.eager_repeats_itself) {
-                (true, _) => "bits".to_string(),
-                (false, repeats) => format!(
-                    "max |d| {:.2e}; bits of the same step unrecorded: {}; plain Burn repeats itself: {repeats}, max |d| {:.2e}",
-                    row.largest_difference, row.equals_own_eager, row.eager_largest_difference
-                ),
-            }
-        );
-        if let Some(memory) = &row.memory {
-            println!("    memory {memory:?}");
-        }
+        let row = run(case, &device, &args, random_registered)?;
+        print(&row);
         rows.push(row);
     }
+    for peer in bench::match_peers(&mut rows, peers) {
+        println!(
+            "no row of ours for {} {}:{}:{}",
+            peer.peer, peer.case, peer.batch, peer.optimizer
+        );
+    }
+    let environment = Environment::of(&device, support(&device).to_string());
+    if let Some(path) = &args.markdown {
+        std::fs::write(path, bench::markdown(&environment, &rows))?;
+        println!("written to {}", path.display());
+    }
+    if let Some(path) = &args.plot {
+        std::fs::write(path, bench::plot(&environment, &rows)?)?;
+        println!("written to {}", path.display());
+    }
     if let Some(path) = &args.json {
-        let graph = support(&device).to_string();
-        environment::save(path, Environment::of(&device, graph), rows)?;
+        environment::save(path, environment, rows)?;
         println!("written to {}", path.display());
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! What the examples, tests and benchmarks of `burn-cuda-graph` share: models, data, and the choice of a device.
+//! What the examples, tests and benchmarks of `burn-cuda-graph` share: models, data, the choice of a device, and
+//! what a benchmark says.
 //!
 //! The models and batches are ordinary Burn code that knows nothing of graphs, so that what is measured and compared
 //! elsewhere is an unchanged training step. [`example`] has the flags and the closing lines of the small examples.
@@ -6,6 +7,7 @@
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod bench;
 pub mod data;
 pub mod device;
 pub mod doctor;

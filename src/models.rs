@@ -1,14 +1,19 @@
-//! The models that the examples train: ResNet-18 with a CIFAR stem, and a plain multi-layer perceptron.
+//! The models that examples and benchmarks train: ResNet-18 with a CIFAR stem, a decoder-only transformer, an LSTM, and a
+//! plain multi-layer perceptron.
 //!
-//! ResNet-18 is the hard case for a graph: hundreds of launches a step, and BatchNorm statistics that change outside the
-//! optimizer. The perceptron is the case where launches are nearly all there is.
+//! ResNet-18 is the hard case for a CUDA graph: hundreds of launches a step, and BatchNorm statistics that change outside
+//! the optimizer. The transformer draws random numbers for its dropout. The LSTM launches small kernels for each step in
+//! time. The perceptron is the case where launches are nearly all there is.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::pool::{AdaptiveAvgPool2d, AdaptiveAvgPool2dConfig};
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d};
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer,
+    LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig, PaddingConfig2d,
+};
 use burn::prelude::*;
-use burn::tensor::activation::relu;
+use burn::tensor::activation::{gelu, relu, softmax};
 
 /// Configuration of a [`ResNet18`].
 #[derive(Config, Debug)]
@@ -174,6 +179,187 @@ impl Mlp {
     }
 }
 
+/// Configuration of a [`Gpt`].
+#[derive(Config, Debug)]
+pub struct GptConfig {
+    /// Tokens that there are, the length of one row of logits.
+    pub vocabulary: usize,
+    /// Tokens that the model sees at once.
+    pub window: usize,
+    /// Features of a token; a multiple of `heads`. The two linear layers of a block have four times as many between them.
+    #[config(default = 256)]
+    pub width: usize,
+    /// Attention heads of a block.
+    #[config(default = 8)]
+    pub heads: usize,
+    /// Blocks.
+    #[config(default = 6)]
+    pub layers: usize,
+    /// Probability of dropping an attention weight, an output of the attention, or one of the two linear layers.
+    #[config(default = 0.1)]
+    pub dropout: f64,
+}
+
+impl GptConfig {
+    /// A model with random weights on `device`, float32: embeddings of standard deviation 0.1, else Burn's defaults.
+    ///
+    /// Put it on an autodiff device to train it, as [`ResNet18Config::init`] says.
+    pub fn init(&self, device: &Device) -> Gpt {
+        let small = Initializer::Normal {
+            mean: 0.0,
+            std: 0.1,
+        };
+        Gpt {
+            tokens: EmbeddingConfig::new(self.vocabulary, self.width)
+                .with_initializer(small.clone())
+                .init(device),
+            positions: small.init([self.window, self.width], device),
+            blocks: (0..self.layers).map(|_| Block::new(self, device)).collect(),
+            norm: LayerNormConfig::new(self.width).init(device),
+            head: LinearConfig::new(self.width, self.vocabulary).init(device),
+        }
+    }
+
+    /// The mask that hides what follows a token: `[window, window]`, true where it hides.
+    ///
+    /// Make it once, outside the step: it is a constant, and each step would spend kernels on making it anew.
+    pub fn causal_mask(&self, device: &Device) -> Tensor<2, Bool> {
+        Tensor::tril_mask([self.window, self.window], 0, device)
+    }
+}
+
+/// A decoder-only transformer, normalised before each block's two parts.
+#[derive(Module, Debug)]
+pub struct Gpt {
+    tokens: Embedding,
+    positions: Param<Tensor<2>>,
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Gpt {
+    /// Logits of the tokens that follow.
+    ///
+    /// Shapes: tokens `[batch, window]`, int; `causal` `[window, window]`, of [`GptConfig::causal_mask`]; logits
+    /// `[batch, window, vocabulary]`, float32. On an autodiff device it drops.
+    pub fn forward(&self, tokens: Tensor<2, Int>, causal: &Tensor<2, Bool>) -> Tensor<3> {
+        let mut x = self.tokens.forward(tokens) + self.positions.val().unsqueeze();
+        for block in &self.blocks {
+            x = block.forward(x, causal);
+        }
+        self.head.forward(self.norm.forward(x))
+    }
+}
+
+/// Attention, then two linear layers, each around a shortcut.
+#[derive(Module, Debug)]
+struct Block {
+    norms: [LayerNorm; 2],
+    qkv: Linear,
+    project: Linear,
+    widen: Linear,
+    narrow: Linear,
+    dropout: Dropout,
+    heads: usize,
+}
+
+impl Block {
+    fn new(config: &GptConfig, device: &Device) -> Self {
+        let width = config.width;
+        let linear = |from, to| LinearConfig::new(from, to).init(device);
+        Self {
+            norms: [(); 2].map(|()| LayerNormConfig::new(width).init(device)),
+            qkv: linear(width, 3 * width),
+            project: linear(width, width),
+            widen: linear(width, 4 * width),
+            narrow: linear(4 * width, width),
+            dropout: DropoutConfig::new(config.dropout).init(),
+            heads: config.heads,
+        }
+    }
+
+    fn forward(&self, x: Tensor<3>, causal: &Tensor<2, Bool>) -> Tensor<3> {
+        let x = x.clone() + self.attend(self.norms[0].forward(x), causal);
+        let wide = gelu(self.widen.forward(self.norms[1].forward(x.clone())));
+        x + self.dropout.forward(self.narrow.forward(wide))
+    }
+
+    fn attend(&self, x: Tensor<3>, causal: &Tensor<2, Bool>) -> Tensor<3> {
+        let [batch, window, width] = x.dims();
+        let head = width / self.heads;
+        let qkv = self.qkv.forward(x);
+        let [q, k, v] = [0, 1, 2].map(|part| {
+            let part = qkv.clone().narrow(2, part * width, width);
+            (part.reshape([batch, window, self.heads, head])).swap_dims(1, 2)
+        });
+        let scores = q.matmul(k.swap_dims(2, 3)) / (head as f64).sqrt();
+        let scores = scores.mask_fill(causal.clone().unsqueeze::<4>(), -1e9);
+        let mixed = self.dropout.forward(softmax(scores, 3)).matmul(v);
+        let mixed = mixed.swap_dims(1, 2).reshape([batch, window, width]);
+        self.dropout.forward(self.project.forward(mixed))
+    }
+}
+
+/// Configuration of an [`LstmClassifier`].
+#[derive(Config, Debug)]
+pub struct LstmClassifierConfig {
+    /// Features of the input at each step in time.
+    #[config(default = 64)]
+    pub features: usize,
+    /// Size of the hidden state of each layer.
+    #[config(default = 128)]
+    pub hidden: usize,
+    /// LSTM layers, at least one.
+    #[config(default = 2)]
+    pub layers: usize,
+    /// Classes, the length of one row of logits.
+    #[config(default = 10)]
+    pub classes: usize,
+}
+
+impl LstmClassifierConfig {
+    /// A model with random weights on `device`, float32.
+    pub fn init(&self, device: &Device) -> LstmClassifier {
+        let layer = |from| LstmConfig::new(from, self.hidden, true).init(device);
+        LstmClassifier {
+            layers: (0..self.layers)
+                .map(|index| {
+                    layer(if index == 0 {
+                        self.features
+                    } else {
+                        self.hidden
+                    })
+                })
+                .collect(),
+            head: LinearConfig::new(self.hidden, self.classes).init(device),
+        }
+    }
+}
+
+/// LSTM layers of Burn, and a linear layer on the last output.
+#[derive(Module, Debug)]
+pub struct LstmClassifier {
+    layers: Vec<Lstm>,
+    head: Linear,
+}
+
+impl LstmClassifier {
+    /// Logits of a batch of sequences.
+    ///
+    /// Shapes: sequences `[batch, time, features]`, logits `[batch, classes]`, both float32.
+    pub fn forward(&self, sequences: Tensor<3>) -> Tensor<2> {
+        let [batch, time, _] = sequences.dims();
+        let mut x = sequences;
+        for layer in &self.layers {
+            (x, _) = layer.forward(x, None);
+        }
+        let [_, _, hidden] = x.dims();
+        self.head
+            .forward(x.narrow(1, time - 1, 1).reshape([batch, hidden]))
+    }
+}
+
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
@@ -203,5 +389,59 @@ mod tests {
         let device = Device::flex();
         let model = MlpConfig::new(vec![6, 5, 4, 3]).init(&device);
         assert_eq!(model.forward(Tensor::zeros([2, 6], &device)).dims(), [2, 3]);
+    }
+
+    /// A mask of the wrong side would let a token see what it is to predict, and the loss would fall to nothing.
+    #[test]
+    fn gpt_sees_no_token_that_follows() {
+        let device = Device::flex();
+        let config = GptConfig::new(11, 4)
+            .with_width(8)
+            .with_heads(2)
+            .with_layers(2);
+        let model = config.init(&device);
+        let mask = config.causal_mask(&device);
+        let logits = |tokens: [[i32; 4]; 1]| {
+            let tokens = Tensor::<2, Int>::from_data(tokens, &device);
+            let logits = model.forward(tokens, &mask);
+            assert_eq!(logits.dims(), [1, 4, 11]);
+            logits
+                .narrow(1, 0, 3)
+                .into_data()
+                .try_into_vec::<f32>()
+                .unwrap()
+        };
+        assert_eq!(logits([[1, 2, 3, 4]]), logits([[1, 2, 3, 9]]));
+        assert_ne!(logits([[1, 2, 3, 4]]), logits([[5, 2, 3, 4]]));
+    }
+
+    /// Embeddings, 12 d^2 + 13 d for each block, the last norm and the head.
+    #[test]
+    fn gpt_has_the_known_number_of_parameters() {
+        let d = 256;
+        let blocks = 6 * (12 * d * d + 13 * d);
+        let model = GptConfig::new(512, 128).init(&Device::flex());
+        let rest = 512 * d + 128 * d + 2 * d + (d * 512 + 512);
+        assert_eq!(model.num_params(), blocks + rest);
+    }
+
+    #[test]
+    fn lstm_reads_the_last_output() {
+        let device = Device::flex();
+        let model = LstmClassifierConfig::new()
+            .with_features(3)
+            .with_hidden(5)
+            .with_classes(4)
+            .init(&device);
+        let x = Tensor::<3>::random([2, 6, 3], burn::tensor::Distribution::Default, &device);
+        let last_changed = x
+            .clone()
+            .slice_assign([0..2, 5..6, 0..3], Tensor::ones([2, 1, 3], &device));
+        let logits = |x| {
+            let logits = model.forward(x);
+            assert_eq!(logits.dims(), [2, 4]);
+            logits.into_data().try_into_vec::<f32>().unwrap()
+        };
+        assert_ne!(logits(x), logits(last_changed));
     }
 }

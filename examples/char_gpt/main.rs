@@ -23,21 +23,20 @@
 //! cargo run --release --example char_gpt -- --device wgpu --mode eager     # same loss, same text
 //! ```
 
-mod model;
-
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn_cuda_graph::optim::AdamWConfig;
 use burn_cuda_graph::{GraphedFn, GraphedStep, StepRate, Training};
 use burn_cuda_graph_suite::example::{self, Example};
+use burn_cuda_graph_suite::models::{Gpt, GptConfig};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use model::{Gpt, WINDOW};
-
 const TEXT: &str = include_str!("../data/sonnets.txt");
 const BATCH: usize = 8;
+/// Characters that the model sees at once.
+const WINDOW: usize = 32;
 
 fn main() -> example::Result {
     let example = Example::start()?;
@@ -49,9 +48,13 @@ fn main() -> example::Result {
     let text: Vec<i32> = TEXT.chars().map(code).collect();
     let mut random = StdRng::seed_from_u64(example.seed);
 
-    let training = Training::new(Gpt::new(alphabet.len(), device), AdamWConfig::new().init());
+    let config = GptConfig::new(alphabet.len(), WINDOW)
+        .with_width(64)
+        .with_heads(4)
+        .with_layers(2);
+    let training = Training::new(config.init(device), AdamWConfig::new().init());
     let cross_entropy = CrossEntropyLossConfig::new().init(device);
-    let causal = Tensor::<2, Bool>::tril_mask([WINDOW, WINDOW], 0, device);
+    let causal = config.causal_mask(device);
     let mask = causal.clone();
     let step = move |t: &mut Training<Gpt>,
                      (window, next): (Tensor<2, Int>, Tensor<2, Int>),
