@@ -89,6 +89,9 @@ elif has_torch; then
     # A row is written as soon as it is measured, so a run that ends early leaves what it had.
     "$python" benches/pytorch.py "${options[@]}" | tee "$peers" ||
         say "PyTorch's run ended early; its rows so far are used"
+elif [ "$peers_only" = yes ]; then
+    say "no PyTorch with CUDA here ($python)"
+    exit 1
 else
     say "no PyTorch with CUDA here ($python): ours alone"
 fi

@@ -24,6 +24,8 @@ of its own, so that one that fails leaves the others alone; its row then has `er
 import argparse
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -334,9 +336,29 @@ def last_row(output):
     return None
 
 
-def text(output):
-    """What a process printed; bytes where it was ended for its time."""
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def output_of(command, timeout):
+    """What a command printed, and how it ended.
+
+    Files in place of pipes, and a session of its own: the compiler's workers hold on to what they inherit, and would be
+    waited for.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+        try:
+            how = f"ended with {process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            how = f"took more than {timeout} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        printed = []
+        for file in (out, err):
+            file.seek(0)
+            printed.append(file.read().decode(errors="replace"))
+        return printed[0], printed[1], how
 
 
 def run_one(args, case, mode):
@@ -344,16 +366,14 @@ def run_one(args, case, mode):
     command = [sys.executable, os.path.abspath(__file__), "--one", "--cases", case, "--modes", mode]
     for option in ("matmul-precision", "rounds", "calls", "warmup"):
         command += [f"--{option}", str(getattr(args, option.replace("-", "_")))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=args.timeout)
-        out, err, how = done.stdout, done.stderr, f"ended with {done.returncode}"
-    except subprocess.TimeoutExpired as ended:
-        out, err, how = text(ended.stdout), text(ended.stderr), f"took more than {args.timeout} s"
+    out, err, how = output_of(command, args.timeout)
     row = last_row(out)
     if row is None:
         name, size, optimizer = split(case)
+        # The exception, whose message may go on for lines.
         lines = err.strip().splitlines()
-        why = f"{how}: {lines[-1][:300]}" if lines else how
+        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        why = f"{how}: {(named or lines)[-1][:300]}" if lines else how
         row = {"peer": "pytorch", "mode": mode, "case": name, "batch": size, "optimizer": optimizer, "error": why}
         row["matmul_precision"] = args.matmul_precision
     if row.get("busy_ms") is None:
@@ -372,6 +392,8 @@ def main():
     for mode in modes:
         if mode not in MODES.split(","):
             sys.exit(f"no mode {mode}: {MODES}")
+    # Ended by its time, it ends the process that it waits for.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     print(f"float32 matmul precision: {args.matmul_precision}", file=sys.stderr, flush=True)
     for case in cases:
         for mode in modes:
