@@ -22,6 +22,7 @@ of its own, so that one that fails leaves the others alone; its row then has `er
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -361,6 +362,14 @@ def output_of(command, timeout):
         return printed[0], printed[1], how
 
 
+def version():
+    """PyTorch's, without importing it: that may be what failed."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
 def run_one(args, case, mode):
     """The row of a process of its own."""
     command = [sys.executable, os.path.abspath(__file__), "--one", "--cases", case, "--modes", mode]
@@ -374,7 +383,7 @@ def run_one(args, case, mode):
         lines = err.strip().splitlines()
         named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         why = f"{how}: {(named or lines)[-1][:300]}" if lines else how
-        row = {"peer": "pytorch", "mode": mode, "case": name, "batch": size, "optimizer": optimizer, "error": why}
+        row = {"peer": f"pytorch {version()}", "mode": mode, "case": name, "batch": size, "optimizer": optimizer, "error": why}
         row["matmul_precision"] = args.matmul_precision
     if row.get("busy_ms") is None:
         print(f"--- {case} {mode}\n{err[-3000:]}", file=sys.stderr, flush=True)

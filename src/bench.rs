@@ -417,6 +417,14 @@ fn ways(row: &Row) -> Vec<Way> {
     ways
 }
 
+/// The card; where there is none, the device as Burn names it.
+fn measured_on(environment: &Environment) -> &str {
+    match environment.card.as_str() {
+        "none" => &environment.device,
+        card => card,
+    }
+}
+
 /// The rows as two Markdown tables: the times of each way of taking a step, peers' included, and what a recording costs.
 pub fn markdown(environment: &Environment, rows: &[Row]) -> String {
     let mut text = String::new();
@@ -438,7 +446,7 @@ fn write_markdown(text: &mut String, environment: &Environment, rows: &[Row]) ->
     writeln!(
         text,
         "{}, driver {}, Burn {}, CubeCL {}, commit {}, {}.\n",
-        environment.card,
+        measured_on(environment),
         environment.driver,
         environment.burn,
         environment.cubecl,
@@ -558,19 +566,20 @@ pub fn plot(environment: &Environment, rows: &[Row]) -> Result<String, Box<dyn s
         };
         let title = format!(
             "Milliseconds per step, steps queued (less is better, logarithmic): {}, commit {}",
-            environment.card, environment.commit
+            measured_on(environment),
+            environment.commit
         );
-        text(title, (12, 20), font(15, HPos::Left))?;
+        text(title, (12, 20), font(18, HPos::Left))?;
         for decade in low as i32..=high as i32 {
             let at = x(10f64.powi(decade));
             let line = PathElement::new(vec![(at, TOP - 12), (at, bottom)], BLACK.mix(0.2));
             root.draw(&line)?;
             let label = format!("{} ms", 10f64.powi(decade));
-            text(label, (at, bottom + 14), font(12, HPos::Center))?;
+            text(label, (at, bottom + 14), font(15, HPos::Center))?;
         }
         let mut y = TOP;
         for (name, bars) in &groups {
-            text(name.clone(), (12, y), font(14, HPos::Left))?;
+            text(name.clone(), (12, y), font(17, HPos::Left))?;
             y += GAP / 2;
             for (index, (way, ms)) in bars.iter().enumerate() {
                 let color = match index {
@@ -582,9 +591,9 @@ pub fn plot(environment: &Environment, rows: &[Row]) -> Result<String, Box<dyn s
                 let corners = [(LEFT, y + 2), (x(*ms).max(LEFT + 1), y + BAR - 2)];
                 root.draw(&Rectangle::new(corners, color.filled()))?;
                 let middle = y + BAR / 2;
-                text(way.clone(), (LEFT - 8, middle), font(12, HPos::Right))?;
+                text(way.clone(), (LEFT - 8, middle), font(15, HPos::Right))?;
                 let label = format!("{ms:.3}");
-                text(label, (x(*ms) + 6, middle), font(12, HPos::Left))?;
+                text(label, (x(*ms) + 6, middle), font(15, HPos::Left))?;
                 y += BAR;
             }
             y += GAP / 2;
