@@ -417,10 +417,10 @@ fn ways(row: &Row) -> Vec<Way> {
     ways
 }
 
-/// The card; where there is none, the device as Burn names it.
+/// The card's name.
 fn measured_on(environment: &Environment) -> &str {
     match environment.card.as_str() {
-        "none" => &environment.device,
+        "none" => "no NVIDIA card",
         card => card,
     }
 }
