@@ -3,6 +3,8 @@
 mod common;
 #[path = "common/function_bodies.rs"]
 mod function_bodies;
+#[path = "common/fused_bodies.rs"]
+mod fused_bodies;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
@@ -27,4 +29,5 @@ fn device() -> Device {
 include!("common/list.rs");
 include!("common/random_list.rs");
 include!("common/function_list.rs");
+include!("common/fused_list.rs");
 include!("common/train_list.rs");

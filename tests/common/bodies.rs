@@ -880,6 +880,27 @@ pub fn a_constant_of_the_closure_replays(device: &Device) {
     assert_eq!(step.report().replayed, 4);
 }
 
+/// A replay is handed over, not held back: it runs without anybody asking for its result.
+pub fn a_replay_is_not_held_back(device: &Device) {
+    let (device, model, _) = twins::<Mlp>(device);
+    let mut step = graphed(model, required(), &device);
+    for index in 0..6 {
+        step.run(batch(&device, index, 64), LR).expect("runs");
+    }
+    let before = bits(&step.model());
+    let launched = launched_during(|| {
+        // The output is dropped at once.
+        for index in 6..40 {
+            step.run(batch(&device, index, 64), LR).expect("runs");
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1500));
+    });
+    // At least the copies around each of the 34 replays.
+    assert!(launched >= 34, "{launched}");
+    assert_ne!(bits(&step.model()), before);
+    assert_eq!(step.report().replayed, 36);
+}
+
 /// Two states that trade tensors in the step: each must be read before its buffer is written.
 pub fn states_that_swap(device: &Device) {
     let (device, first, first_twin) = twins::<Mlp>(device);

@@ -448,3 +448,9 @@ fn a_batch_on_the_tape() {
 fn rates_for_nameless_parameters() {
     frozen_bodies::rates_for_nameless_parameters(&device())
 }
+
+#[test]
+#[serial]
+fn a_replay_is_not_held_back() {
+    bodies::a_replay_is_not_held_back(&device())
+}

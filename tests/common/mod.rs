@@ -319,22 +319,34 @@ pub fn graphed<M: Net>(
 
 /// Kernel launches of `f` and of everything it leaves queued.
 pub fn launches(device: &Device, f: impl FnOnce()) -> u64 {
+    launched_during(|| {
+        f();
+        device.clone().inner().sync().expect("syncs");
+    })
+}
+
+/// Kernel launches until `f` returns.
+pub fn launched_during(f: impl FnOnce()) -> u64 {
+    kernels_during(f).len() as u64
+}
+
+/// The kernels launched until `f` returns.
+pub fn kernels_during(f: impl FnOnce()) -> Vec<&'static str> {
     use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Arc, Mutex};
     #[derive(Default)]
-    struct Count(AtomicU64);
-    impl LaunchObserver for Count {
-        fn launched(&self, _kernel: &'static str) {
-            self.0.fetch_add(1, Ordering::Relaxed);
+    struct Names(Mutex<Vec<&'static str>>);
+    impl LaunchObserver for Names {
+        fn launched(&self, kernel: &'static str) {
+            self.0.lock().expect("no panic in here").push(kernel);
         }
     }
-    let count = Arc::new(Count::default());
-    let observation = LaunchObservation::new(count.clone());
+    let names = Arc::new(Names::default());
+    let observation = LaunchObservation::new(names.clone());
     f();
-    device.clone().inner().sync().expect("syncs");
     drop(observation);
-    count.0.load(Ordering::Relaxed)
+    let names = names.0.lock().expect("no panic in here");
+    names.clone()
 }
 
 /// Set in the environment of a process that [`in_a_cold_process`] started.

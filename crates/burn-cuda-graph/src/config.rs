@@ -11,6 +11,12 @@ pub enum Policy {
     /// Do not run it: return [`StepError::GraphRequired`](crate::StepError::GraphRequired), the state left as
     /// it was. Warm-up steps still run eagerly: they are how a graph comes to be. For benches and tests.
     RequireGraph,
+    /// As [`Fallback`](Self::Fallback), and a graph is kept only where it pays. After a graph is sealed, the next 14 steps of
+    /// its key are a trial: eight run eagerly and six are replayed, most of them waited for and timed. Where replays are not
+    /// at least 2 % faster (a step that the device limits), or where a graph was evicted before its replays earned its
+    /// recording back, the key stays eager, with the reason in the report and its memory given back. It is tried again when
+    /// the key's share of the calls has doubled or halved.
+    Adaptive,
 }
 
 /// Settings of a [`GraphedStep`](crate::GraphedStep).
@@ -33,6 +39,15 @@ pub struct GraphConfig {
     /// Wait for the device inside [`GraphedStep::run`](crate::GraphedStep::run), so that the report's times
     /// are those of the device and not of enqueueing. Slower; for measuring. Default off.
     pub synced_timing: bool,
+    /// Update all parameters of a [`Training`](crate::Training) by a few launches for all of them together, in place where
+    /// nothing reads their old values, rather than by Burn's operations for each. Default off. For `f32` parameters and
+    /// [`optim`](crate::optim)'s SGD, Adam and AdamW without AMSGrad, cautious decay or loss scaling; other updates stay as
+    /// they are. Also [`clip_by_global_norm`](crate::optim::clip_by_global_norm).
+    ///
+    /// The arithmetic of an update is Burn's, operation by operation. But the kernel of a gradient is then not fused with
+    /// its update, and may be tuned to sum in another order, so trained parameters may differ from plain Burn's in their
+    /// last bits. Eager and replayed steps of one configuration agree.
+    pub fused_updates: bool,
     /// Every so many replays of the step, run the step eagerly as well, from a snapshot, and compare state and output. A
     /// difference is [`StepError::Verification`](crate::StepError::Verification). Default: never. A verified step costs
     /// an eager step, a copy of the state, and reading both states back.
@@ -52,6 +67,7 @@ impl Default for GraphConfig {
             policy: Policy::default(),
             room_retries: 3,
             synced_timing: false,
+            fused_updates: false,
             verify: None,
             verify_tolerance: 0.0,
         }
@@ -97,6 +113,12 @@ impl GraphConfig {
     /// Set [`synced_timing`](Self::synced_timing).
     pub fn with_synced_timing(mut self, synced: bool) -> Self {
         self.synced_timing = synced;
+        self
+    }
+
+    /// Set [`fused_updates`](Self::fused_updates).
+    pub fn with_fused_updates(mut self, fused: bool) -> Self {
+        self.fused_updates = fused;
         self
     }
 

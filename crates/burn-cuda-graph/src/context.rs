@@ -14,7 +14,7 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 use burn::module::{ParamGroup, ParamId};
 use burn::tensor::{Bool, DType, Tensor};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// The learning rates of a step: one for all parameters, or one for each group of them.
@@ -386,6 +386,10 @@ pub(crate) struct Context {
     known: HashMap<SlotKey, usize>,
     /// The closure asked for a number, so the rate must be in the key.
     pub rate_read: bool,
+    /// Updates of all parameters are made together.
+    pub fused_updates: bool,
+    /// Tensors of the state that an update may overwrite, by their number: nothing reads the old value after it.
+    pub overwritten: HashSet<u64>,
 }
 
 /// Quiet NaNs with this in their upper half are marked rates.
@@ -406,6 +410,8 @@ impl Context {
             slots: Vec::new(),
             known: HashMap::new(),
             rate_read: false,
+            fused_updates: false,
+            overwritten: HashSet::new(),
         }
     }
 
@@ -519,6 +525,18 @@ fn with_context<R>(f: impl FnOnce(&mut Context) -> R) -> Option<R> {
 /// The slot of a scalar; `None` outside a graphed step, and where there is no room.
 pub(crate) fn scalar(request: Request) -> Option<Tensor<1>> {
     with_context(|context| context.scalar(request)).flatten()
+}
+
+/// Whether updates of all parameters are made together in the step that the thread is in.
+#[cfg_attr(not(feature = "cubecl-backend"), allow(dead_code))]
+pub(crate) fn fuses_updates() -> bool {
+    with_context(|context| context.fused_updates).unwrap_or(false)
+}
+
+/// Whether an update may overwrite the tensor of this number, whoever holds it.
+#[cfg_attr(not(feature = "cubecl-backend"), allow(dead_code))]
+pub(crate) fn overwrites(tensor: u64) -> bool {
+    with_context(|context| context.overwritten.contains(&tensor)).unwrap_or(false)
 }
 
 /// Run `f` in `context`; the context as `f` left it, whether or not it panics.

@@ -1,8 +1,8 @@
 //! Copying many tensors with few launches.
 //!
-//! What a replay moves are many small tensors (BatchNorm statistics, biases, a batch, a loss) and a few large ones.
-//! One launch each costs more than the bytes do, so a launch takes up to sixteen pairs: every position finds its
-//! pair by the running sum of the lengths. The number of pairs per launch is bounded by the device's bindings.
+//! What a replay moves are many small tensors (BatchNorm statistics, a batch, a loss) and a few large ones. One launch
+//! each costs more than the bytes do, so a launch takes as many pairs as the device has bindings for: every position
+//! finds its pair by halving the list of where they start.
 
 // The macro's expansion names its arguments without need.
 #![allow(clippy::too_many_arguments, missing_docs)]
@@ -14,138 +14,87 @@ use cubecl::client::Client;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::*;
 
+#[cube(launch)]
+fn copy_many<E: Numeric, N: Size>(
+    src: &Sequence<Box<[Vector<E, N>]>>,
+    dst: &mut Sequence<Box<[Vector<E, N>]>>,
+    starts: &Sequence<u32>,
+    total: u32,
+    #[comptime] count: usize,
+    #[define(E)] _elem: ElemType,
+) {
+    let position = u32::cast_from(ABSOLUTE_POS);
+    if position < total {
+        copy_among::<E, N>(src, dst, starts, position, 0usize, count);
+    }
+}
+
+/// Copy one element of the pairs `low..high`, which `position` is known to be in.
 #[cube]
-fn copy_element<E: Numeric>(src: &[E], dst: &mut [E], position: usize, start: usize) {
-    if position >= start {
-        let index = position - start;
-        if index < src.len() {
-            dst[index] = src[index];
+fn copy_among<E: Numeric, N: Size>(
+    src: &Sequence<Box<[Vector<E, N>]>>,
+    dst: &mut Sequence<Box<[Vector<E, N>]>>,
+    starts: &Sequence<u32>,
+    position: u32,
+    #[comptime] low: usize,
+    #[comptime] high: usize,
+) {
+    if comptime!(high - low == 1) {
+        let index = usize::cast_from(position - starts[low]);
+        copy_line::<E, N>(&src[low], &mut dst[low], index);
+    } else {
+        let middle = comptime!((low + high) / 2);
+        if position < starts[middle] {
+            copy_among::<E, N>(src, dst, starts, position, low, middle);
+        } else {
+            copy_among::<E, N>(src, dst, starts, position, middle, high);
         }
     }
 }
 
-#[cube(launch)]
-fn copy_1<E: Numeric>(src0: &[E], dst0: &mut [E], #[define(E)] _elem: ElemType) {
-    let position = ABSOLUTE_POS;
-    copy_element(src0, dst0, position, 0);
+#[cube]
+fn copy_line<E: Numeric, N: Size>(src: &[Vector<E, N>], dst: &mut [Vector<E, N>], index: usize) {
+    dst[index] = src[index];
 }
 
-#[cube(launch)]
-fn copy_2<E: Numeric>(
-    src0: &[E],
-    dst0: &mut [E],
-    src1: &[E],
-    dst1: &mut [E],
-    #[define(E)] _elem: ElemType,
-) {
-    let position = ABSOLUTE_POS;
-    copy_element(src0, dst0, position, 0);
-    let start1 = src0.len();
-    copy_element(src1, dst1, position, start1);
+/// Most bytes of a kernel's parameters that a driver of any age takes: four for the start of a pair, and twelve for each
+/// buffer (its address and its length).
+const PARAMETER_BYTES: usize = 4096 - 256;
+
+/// Groups of `buffers` buffers and a start that one launch takes.
+pub(crate) fn groups_per_launch(client: &Client, buffers: usize) -> usize {
+    // One binding is for the kernel's own metadata.
+    let bindings = client.properties().hardware.max_bindings as usize;
+    let by_bindings = bindings.saturating_sub(1) / buffers;
+    by_bindings.min(PARAMETER_BYTES / (4 + 12 * buffers)).max(1)
 }
 
-#[cube(launch)]
-fn copy_4<E: Numeric>(
-    src0: &[E],
-    dst0: &mut [E],
-    src1: &[E],
-    dst1: &mut [E],
-    src2: &[E],
-    dst2: &mut [E],
-    src3: &[E],
-    dst3: &mut [E],
-    #[define(E)] _elem: ElemType,
-) {
-    let position = ABSOLUTE_POS;
-    copy_element(src0, dst0, position, 0);
-    let start1 = src0.len();
-    copy_element(src1, dst1, position, start1);
-    let start2 = start1 + src1.len();
-    copy_element(src2, dst2, position, start2);
-    let start3 = start2 + src2.len();
-    copy_element(src3, dst3, position, start3);
+/// Elements that one vector holds, of those that a copy or an update moves at once.
+pub(crate) const LINE: usize = 4;
+
+/// Where each of the groups of the given lengths starts, and the end of the last.
+pub(crate) fn starts(lengths: impl Iterator<Item = usize>) -> (SequenceArg<u32>, u32) {
+    let mut starts = SequenceArg::new();
+    let mut total = 0u32;
+    for length in lengths {
+        starts.push(total);
+        total += length as u32;
+    }
+    (starts, total)
 }
 
-#[cube(launch)]
-fn copy_16<E: Numeric>(
-    src0: &[E],
-    dst0: &mut [E],
-    src1: &[E],
-    dst1: &mut [E],
-    src2: &[E],
-    dst2: &mut [E],
-    src3: &[E],
-    dst3: &mut [E],
-    src4: &[E],
-    dst4: &mut [E],
-    src5: &[E],
-    dst5: &mut [E],
-    src6: &[E],
-    dst6: &mut [E],
-    src7: &[E],
-    dst7: &mut [E],
-    src8: &[E],
-    dst8: &mut [E],
-    src9: &[E],
-    dst9: &mut [E],
-    src10: &[E],
-    dst10: &mut [E],
-    src11: &[E],
-    dst11: &mut [E],
-    src12: &[E],
-    dst12: &mut [E],
-    src13: &[E],
-    dst13: &mut [E],
-    src14: &[E],
-    dst14: &mut [E],
-    src15: &[E],
-    dst15: &mut [E],
-    #[define(E)] _elem: ElemType,
-) {
-    let position = ABSOLUTE_POS;
-    copy_element(src0, dst0, position, 0);
-    let start1 = src0.len();
-    copy_element(src1, dst1, position, start1);
-    let start2 = start1 + src1.len();
-    copy_element(src2, dst2, position, start2);
-    let start3 = start2 + src2.len();
-    copy_element(src3, dst3, position, start3);
-    let start4 = start3 + src3.len();
-    copy_element(src4, dst4, position, start4);
-    let start5 = start4 + src4.len();
-    copy_element(src5, dst5, position, start5);
-    let start6 = start5 + src5.len();
-    copy_element(src6, dst6, position, start6);
-    let start7 = start6 + src6.len();
-    copy_element(src7, dst7, position, start7);
-    let start8 = start7 + src7.len();
-    copy_element(src8, dst8, position, start8);
-    let start9 = start8 + src8.len();
-    copy_element(src9, dst9, position, start9);
-    let start10 = start9 + src9.len();
-    copy_element(src10, dst10, position, start10);
-    let start11 = start10 + src10.len();
-    copy_element(src11, dst11, position, start11);
-    let start12 = start11 + src11.len();
-    copy_element(src12, dst12, position, start12);
-    let start13 = start12 + src12.len();
-    copy_element(src13, dst13, position, start13);
-    let start14 = start13 + src13.len();
-    copy_element(src14, dst14, position, start14);
-    let start15 = start14 + src14.len();
-    copy_element(src15, dst15, position, start15);
-}
+/// Most positions of one launch, so that they fit 32 bits with room for the last cube.
+pub(crate) const MAX_POSITIONS: usize = 1 << 31;
 
-/// Pairs one launch takes, largest first.
-const ARITIES: [usize; 4] = [16, 4, 2, 1];
+/// Whether the tensor's elements fill its buffer, in whatever order.
+pub(crate) fn packed(tensor: &CubeTensor) -> bool {
+    tensor.is_nonoverlapping()
+        && !tensor.meta.is_tiled()
+        && tensor.handle.size_in_used() == bytes(tensor)
+}
 
 /// Whether both tensors lie in memory the same way without holes, so that copying their bytes copies them.
-fn same_layout(src: &CubeTensor, dst: &CubeTensor) -> bool {
-    let packed = |tensor: &CubeTensor| {
-        tensor.is_nonoverlapping()
-            && !tensor.meta.is_tiled()
-            && tensor.handle.size_in_used() == bytes(tensor)
-    };
+pub(crate) fn same_layout(src: &CubeTensor, dst: &CubeTensor) -> bool {
     src.dtype == dst.dtype
         && src.meta.shape() == dst.meta.shape()
         && src.meta.strides() == dst.meta.strides()
@@ -221,6 +170,34 @@ pub(crate) fn copy_all(pairs: &[(CubeTensor, CubeTensor)]) -> u64 {
     launches
 }
 
+/// Launches that copying each of `tensors` from or to one of the same layout takes.
+pub(crate) fn launches(tensors: &[CubeTensor]) -> u64 {
+    let Some(client) = tensors.first().map(|tensor| &tensor.client) else {
+        return 0;
+    };
+    let mut kinds: Vec<(ElemType, bool, usize)> = Vec::new();
+    for tensor in tensors.iter().filter(|tensor| bytes(tensor) > 0) {
+        let elem = element(tensor);
+        let wide = wide(client, tensor, elem);
+        match kinds
+            .iter_mut()
+            .find(|kind| (kind.0, kind.1) == (elem, wide))
+        {
+            Some(kind) => kind.2 += 1,
+            None => kinds.push((elem, wide, 1)),
+        }
+    }
+    let most = groups_per_launch(client, 2);
+    let of = |(_, _, count): (ElemType, bool, usize)| count.div_ceil(most) as u64;
+    kinds.into_iter().map(of).sum()
+}
+
+/// Whether a tensor is copied by vectors of elements.
+fn wide(client: &Client, tensor: &CubeTensor, elem: ElemType) -> bool {
+    let mut sizes = client.io_optimized_vector_sizes(elem.size());
+    words(tensor, elem).is_multiple_of(LINE) && sizes.any(|size| size == LINE)
+}
+
 /// Whether both tensors are the same range of the same buffer.
 pub(crate) fn same_buffer(src: &CubeTensor, dst: &CubeTensor) -> bool {
     src.handle.clone().binding().claim_key() == dst.handle.clone().binding().claim_key()
@@ -231,100 +208,47 @@ pub(crate) fn same_memory(src: &CubeTensor, dst: &CubeTensor) -> bool {
     src.handle.clone().binding().claim_key().0 == dst.handle.clone().binding().claim_key().0
 }
 
-fn launch_flat(mut pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) -> u64 {
+fn launch_flat(pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) -> u64 {
     let Some(client) = pairs.first().map(|pair| pair.0.client.clone()) else {
         return 0;
     };
-    // Two buffers a pair, and one for the kernel's own metadata.
-    let bindings = client.properties().hardware.max_bindings as usize;
+    let (wide, narrow): (Vec<_>, Vec<_>) =
+        (pairs.iter().copied()).partition(|pair| wide(&client, &pair.0, elem));
+    let most = groups_per_launch(&client, 2);
     let mut launches = 0;
-    while !pairs.is_empty() {
-        let arity = ARITIES
-            .into_iter()
-            .find(|arity| *arity <= pairs.len() && 2 * arity < bindings)
-            .unwrap_or(1);
-        let (now, rest) = pairs.split_at(arity);
-        launch(&client, now, elem);
-        launches += 1;
-        pairs = rest;
+    for (width, pairs) in [(LINE, wide), (1, narrow)] {
+        let mut pairs = pairs.as_slice();
+        while !pairs.is_empty() {
+            let mut positions = 0;
+            let fits = |pair: &&(CubeTensor, CubeTensor)| {
+                positions += words(&pair.0, elem) / width;
+                positions < MAX_POSITIONS
+            };
+            let taken = pairs.iter().take(most).copied().take_while(fits).count();
+            let (now, rest) = pairs.split_at(taken.max(1));
+            launch(&client, now, elem, width);
+            launches += 1;
+            pairs = rest;
+        }
     }
     launches
 }
 
-fn launch(client: &Client, pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) {
-    let total: usize = pairs.iter().map(|pair| words(&pair.0, elem)).sum();
-    let dim = CubeDim::new(client, total);
-    let count = calculate_cube_count_elemwise(client, total, dim);
-    match pairs.len() {
-        16 => copy_16::launch(
-            client,
-            count,
-            dim,
-            arg(&pairs[0].0, elem),
-            arg(&pairs[0].1, elem),
-            arg(&pairs[1].0, elem),
-            arg(&pairs[1].1, elem),
-            arg(&pairs[2].0, elem),
-            arg(&pairs[2].1, elem),
-            arg(&pairs[3].0, elem),
-            arg(&pairs[3].1, elem),
-            arg(&pairs[4].0, elem),
-            arg(&pairs[4].1, elem),
-            arg(&pairs[5].0, elem),
-            arg(&pairs[5].1, elem),
-            arg(&pairs[6].0, elem),
-            arg(&pairs[6].1, elem),
-            arg(&pairs[7].0, elem),
-            arg(&pairs[7].1, elem),
-            arg(&pairs[8].0, elem),
-            arg(&pairs[8].1, elem),
-            arg(&pairs[9].0, elem),
-            arg(&pairs[9].1, elem),
-            arg(&pairs[10].0, elem),
-            arg(&pairs[10].1, elem),
-            arg(&pairs[11].0, elem),
-            arg(&pairs[11].1, elem),
-            arg(&pairs[12].0, elem),
-            arg(&pairs[12].1, elem),
-            arg(&pairs[13].0, elem),
-            arg(&pairs[13].1, elem),
-            arg(&pairs[14].0, elem),
-            arg(&pairs[14].1, elem),
-            arg(&pairs[15].0, elem),
-            arg(&pairs[15].1, elem),
-            elem,
-        ),
-        4 => copy_4::launch(
-            client,
-            count,
-            dim,
-            arg(&pairs[0].0, elem),
-            arg(&pairs[0].1, elem),
-            arg(&pairs[1].0, elem),
-            arg(&pairs[1].1, elem),
-            arg(&pairs[2].0, elem),
-            arg(&pairs[2].1, elem),
-            arg(&pairs[3].0, elem),
-            arg(&pairs[3].1, elem),
-            elem,
-        ),
-        2 => copy_2::launch(
-            client,
-            count,
-            dim,
-            arg(&pairs[0].0, elem),
-            arg(&pairs[0].1, elem),
-            arg(&pairs[1].0, elem),
-            arg(&pairs[1].1, elem),
-            elem,
-        ),
-        _ => copy_1::launch(
-            client,
-            count,
-            dim,
-            arg(&pairs[0].0, elem),
-            arg(&pairs[0].1, elem),
-            elem,
-        ),
-    }
+fn launch(client: &Client, pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType, width: usize) {
+    let lengths = pairs.iter().map(|pair| words(&pair.0, elem) / width);
+    let (starts, total) = starts(lengths);
+    let dim = CubeDim::new(client, total as usize);
+    let count = calculate_cube_count_elemwise(client, total as usize, dim);
+    copy_many::launch(
+        client,
+        count,
+        dim,
+        width,
+        pairs.iter().map(|pair| arg(&pair.0, elem)).collect(),
+        pairs.iter().map(|pair| arg(&pair.1, elem)).collect(),
+        starts,
+        total,
+        pairs.len(),
+        elem,
+    );
 }

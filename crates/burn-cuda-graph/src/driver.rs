@@ -420,6 +420,37 @@ mod device {
                 .map_err(|err| err.to_string())
         }
     }
+
+    impl SealedGraph {
+        /// Enqueue one replay from the thread that runs a stream's operations, as one of them.
+        #[expect(unsafe_code)]
+        pub fn replay_here(&self) -> Result<(), String> {
+            let DispatchGraph::Cube(graph) = &self.graph else {
+                return Err("the graph is not one of CubeCL's".to_string());
+            };
+            let burn::backend::DispatchDevice::Cube(device) = self.device.as_dispatch() else {
+                return Err("the device is not one of CubeCL's".to_string());
+            };
+            // SAFETY:
+            // - Liveness: as in `replay`.
+            // - No concurrent use: as in `replay`, but for `_pool`. What stands in for it is the queue: this is an
+            //   operation of the stream that the graph was captured on, and everything else that works on its buffers
+            //   (copies in and out, other graphs of the state, eager steps) is enqueued by an operation before or after
+            //   it, or by a caller who waited for the queue to run empty.
+            // - Same stream: operations run with their stream as the current one, and `GraphedStep` hands a replay over
+            //   on the stream that its graph was captured on.
+            unsafe { burn_cubecl::CubeBackend::graph_replay(device, graph) }
+                .map_err(|err| err.to_string())
+        }
+    }
+
+    /// CubeCL drops the metadata buffers that a graph had for itself along with it, also those that a rehearsal left for
+    /// another window. There each would become an upload, which is replayed for ever.
+    impl Drop for SealedGraph {
+        fn drop(&mut self) {
+            crate::pool::note_dropped_metadata();
+        }
+    }
 }
 
 #[cfg(test)]

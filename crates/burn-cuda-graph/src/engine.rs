@@ -10,6 +10,7 @@ use crate::lifecycle::{Decision, Lifecycle, Refusal, Verdict};
 use crate::report::{Counters, EntryReport, Report, Samples};
 use crate::shape_key::ShapeKey;
 use crate::step::StepPath;
+use crate::trial::{Found, Frequency, Trial};
 use std::time::Instant;
 
 /// Different keys seen without a graph sealing before keys seen once are no longer watched.
@@ -90,6 +91,8 @@ pub(crate) trait StepHost {
     fn launches_per_replay(graph: &Self::Graph) -> Option<u64>;
     /// A graph was dropped: give its memory back.
     fn released(&mut self);
+    /// Wait for the device.
+    fn wait(&mut self) -> Result<(), StepError>;
 }
 
 #[derive(Debug)]
@@ -102,6 +105,16 @@ struct Entry<F, G> {
     replays: u64,
     /// Why its last eager step was eager.
     last: Option<FallbackReason>,
+    /// Calls with this key.
+    seen: u64,
+    /// Replays of the graph it has.
+    earned: u64,
+    /// Whether its graph pays is being found out.
+    trial: Option<Trial>,
+    /// What the last trial found.
+    found: Option<Found>,
+    /// How often it came by when it was left eager because its graph does not pay.
+    left: Option<Frequency>,
 }
 
 impl<F, G> Entry<F, G> {
@@ -114,6 +127,11 @@ impl<F, G> Entry<F, G> {
             eager: 0,
             replays: 0,
             last: None,
+            seen: 0,
+            earned: 0,
+            trial: None,
+            found: None,
+            left: None,
         }
     }
 }
@@ -141,6 +159,8 @@ pub(crate) struct Engine<F, G> {
     warned_unsettled: bool,
     launches_eager: Option<u64>,
     launches_replay: Option<u64>,
+    /// Calls that looked for an entry.
+    calls: u64,
 }
 
 impl<F, G> Engine<F, G> {
@@ -158,6 +178,7 @@ impl<F, G> Engine<F, G> {
             warned_unsettled: false,
             launches_eager: None,
             launches_replay: None,
+            calls: 0,
         }
     }
 
@@ -196,13 +217,20 @@ impl<F, G> Engine<F, G> {
             return self.stay(None, reason, host);
         }
 
-        // The hot path: nothing to decide.
-        if self
-            .cache
-            .touch(&key)
-            .is_some_and(|entry| entry.graph.is_some())
-        {
-            return self.replay(key, host);
+        self.calls += 1;
+        if let Some(entry) = self.cache.touch(&key) {
+            entry.seen += 1;
+            match (&entry.graph, &entry.trial) {
+                // The hot path: nothing to decide.
+                (Some(_), None) => return self.replay(key, host),
+                (Some(_), Some(_)) => return self.try_out(key, host),
+                (None, _) => {}
+            }
+            let frequency = entry.left.as_mut();
+            if frequency.is_some_and(|left| left.changed(self.calls, entry.seen)) {
+                entry.left = None;
+                entry.lifecycle.restart();
+            }
         }
 
         let moved = self.rate_moved(&key);
@@ -213,6 +241,7 @@ impl<F, G> Engine<F, G> {
         }
         let (warmup, retries) = (self.config.warmup, self.config.room_retries);
         let entry = self.cache.entry(&key, || Entry::new(warmup, retries));
+        entry.seen += u64::from(new);
         let decision = entry.lifecycle.decide();
         self.last_key = Some(key.clone());
 
@@ -397,6 +426,10 @@ impl<F, G> Engine<F, G> {
                     entry.graph = Some(graph);
                     entry.bytes = bytes;
                     entry.lifecycle.sealed();
+                    entry.earned = 0;
+                    // What one trial found holds for the next graph of the key.
+                    let adaptive = self.config.policy == Policy::Adaptive;
+                    entry.trial = (adaptive && entry.found.is_none()).then(Trial::default);
                 }
                 self.counters.recorded += 1;
                 self.counters.captures += 1;
@@ -449,7 +482,13 @@ impl<F, G> Engine<F, G> {
             entry.lifecycle.evicted();
             return self.stay(Some(&key), FallbackReason::CaptureBusy, host);
         };
-        let verify = self.config.verify.is_some_and(|every| {
+        // A verified replay takes an eager step as well, which would be timed with it.
+        let verify = entry
+            .trial
+            .is_none()
+            .then_some(self.config.verify)
+            .flatten();
+        let verify = verify.is_some_and(|every| {
             self.counters
                 .replayed
                 .wrapping_add(1)
@@ -458,6 +497,7 @@ impl<F, G> Engine<F, G> {
         match host.replay(graph, verify) {
             Ok(output) => {
                 entry.replays += 1;
+                entry.earned += 1;
                 self.counters.replayed += 1;
                 self.replay_times.add(started.elapsed());
                 Ok((output, StepPath::Replayed))
@@ -487,6 +527,73 @@ impl<F, G> Engine<F, G> {
         }
     }
 
+    /// The next step of a trial, and what follows from it when it was the last.
+    fn try_out<H>(
+        &mut self,
+        key: ShapeKey,
+        host: &mut H,
+    ) -> Result<(H::Output, StepPath), StepError>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let entry = self.cache.get_mut(&key);
+        let turn = entry.and_then(|entry| entry.trial.as_ref().and_then(Trial::turn));
+        let Some(turn) = turn else {
+            return self.replay(key, host);
+        };
+        if turn.timed {
+            host.wait()?;
+        }
+        let started = Instant::now();
+        let taken = match turn.replay {
+            true => self.replay(key.clone(), host)?,
+            false => {
+                let reason = FallbackReason::Timed;
+                let (output, _) = host.eager(Watch::Off)?;
+                self.count_eager(Some(&key), started, &reason);
+                (output, StepPath::Eager(reason))
+            }
+        };
+        if turn.timed {
+            host.wait()?;
+        }
+        let Some(entry) = self.cache.get_mut(&key) else {
+            return Ok(taken);
+        };
+        let Some(trial) = entry.trial.as_mut() else {
+            return Ok(taken);
+        };
+        trial.took(turn, started.elapsed());
+        if let Some(found) = trial.found() {
+            entry.trial = None;
+            entry.found = Some(found);
+            if !found.pays() {
+                let reason = FallbackReason::ReplayDoesNotPay {
+                    eager_ms: found.eager_ms,
+                    replay_ms: found.replay_ms,
+                };
+                // A later trial is to look again.
+                entry.found = None;
+                self.leave(&key, reason);
+                host.released();
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Drop the graph of `key` and stay eager until the key comes by more or less often.
+    fn leave(&mut self, key: &ShapeKey, reason: FallbackReason) {
+        log::info!("[{key}] stays eager: {reason}");
+        self.counters.refuse(&reason);
+        let calls = self.calls;
+        if let Some(entry) = self.cache.get_mut(key) {
+            entry.graph = None;
+            entry.bytes = 0;
+            entry.left = Some(Frequency::new(calls, entry.seen));
+            entry.lifecycle.refuse(reason);
+        }
+    }
+
     fn evict<H>(&mut self, keep: &ShapeKey, host: &mut H)
     where
         H: StepHost<Fingerprint = F, Graph = G>,
@@ -495,11 +602,26 @@ impl<F, G> Engine<F, G> {
             self.cache
                 .over_bounds(self.config.max_graphs, self.config.max_bytes, keep)
         {
+            let capture_ms = self.capture_times.median_ms();
+            let mut too_rare = None;
             if let Some(entry) = self.cache.get_mut(&victim) {
                 entry.graph = None;
                 entry.lifecycle.evicted();
                 log::info!("[{victim}] evicted, giving back {} bytes", entry.bytes);
                 entry.bytes = 0;
+                // One that was evicted in its trial begins that anew.
+                entry.trial = None;
+                let needed = (entry.found.zip(capture_ms))
+                    .and_then(|(found, capture_ms)| found.break_even(capture_ms));
+                too_rare = needed
+                    .filter(|needed| entry.earned < *needed)
+                    .map(|needed| FallbackReason::NotAmortised {
+                        replays: entry.earned,
+                        needed,
+                    });
+            }
+            if let Some(reason) = too_rare {
+                self.leave(&victim, reason);
             }
             self.counters.evictions += 1;
             host.released();
@@ -517,7 +639,7 @@ impl<F, G> Engine<F, G> {
 
     fn require(&self, reason: &FallbackReason) -> Result<(), StepError> {
         match self.config.policy {
-            Policy::Fallback => Ok(()),
+            Policy::Fallback | Policy::Adaptive => Ok(()),
             Policy::RequireGraph => Err(StepError::GraphRequired {
                 reason: reason.clone(),
             }),
@@ -594,6 +716,11 @@ mod tests {
         operations: u64,
         live_graphs: std::rc::Rc<std::cell::Cell<i64>>,
         released: u64,
+        waits: u64,
+        /// How long an eager step and a replay take.
+        eager_takes: std::time::Duration,
+        replay_takes: std::time::Duration,
+        record_takes: std::time::Duration,
         opened: u64,
         /// The key of the call without its rate, and the keys whose steps hold theirs.
         free: Option<ShapeKey>,
@@ -628,6 +755,7 @@ mod tests {
 
         fn eager(&mut self, watch: Watch) -> Result<(u64, Option<u64>), StepError> {
             assert!(!self.panics_eager, "scripted");
+            std::thread::sleep(self.eager_takes);
             self.value += 1;
             let baked = self
                 .free
@@ -661,6 +789,7 @@ mod tests {
             rehearsed: Option<&u64>,
         ) -> Result<Attempt<Graph, u64>, StepError> {
             assert!(rehearsed.is_some(), "recorded without a rehearsal");
+            std::thread::sleep(self.record_takes);
             self.opened += 1;
             let outcome = match self.windows.is_empty() {
                 true => Outcome::Seal,
@@ -698,6 +827,7 @@ mod tests {
             if self.misfits {
                 return Err(NoReplay::Misfit("another shape".into()));
             }
+            std::thread::sleep(self.replay_takes);
             self.value += 1;
             match verify && self.wrong {
                 true => Err(NoReplay::Wrong(Box::new(mismatch()))),
@@ -727,6 +857,10 @@ mod tests {
         }
         fn released(&mut self) {
             self.released += 1;
+        }
+        fn wait(&mut self) -> Result<(), StepError> {
+            self.waits += 1;
+            Ok(())
         }
     }
 
@@ -793,7 +927,11 @@ mod tests {
                 .with_max_graphs(1 + random.below(3) as usize)
                 .with_warmup(2 + random.below(3) as u32)
                 .with_room_retries(random.below(3) as u32)
-                .verify(1 + random.below(3) as u32);
+                .verify(1 + random.below(3) as u32)
+                .with_policy(match random.below(2) {
+                    0 => Policy::Fallback,
+                    _ => Policy::Adaptive,
+                });
             let max_graphs = config.max_graphs;
             let mut engine = Engine::new(config);
             let mut host = Scripted::default();
@@ -933,6 +1071,84 @@ mod tests {
     }
 
     /// A learning rate that moves is named as such, not as a warm-up without end.
+    /// An engine that keeps what pays, and a host with these times of a step.
+    fn adaptive(eager_ms: u64, replay_ms: u64) -> (Engine<u64, Graph>, Scripted) {
+        let config = GraphConfig::new()
+            .with_policy(Policy::Adaptive)
+            .with_max_graphs(1);
+        let host = Scripted {
+            eager_takes: std::time::Duration::from_millis(eager_ms),
+            replay_takes: std::time::Duration::from_millis(replay_ms),
+            ..Default::default()
+        };
+        (Engine::new(config), host)
+    }
+
+    /// A graph whose replays are faster outlives its trial; the trial's steps are all taken.
+    #[test]
+    fn a_graph_that_pays_is_kept() {
+        let (mut engine, mut host) = adaptive(4, 0);
+        for step in 1..=30 {
+            let (value, _) = engine.step(key(0), None, &mut host).expect("runs");
+            assert_eq!(value, step);
+        }
+        let report = engine.report();
+        assert_eq!(report.fallbacks["timed"], 8);
+        assert_eq!((report.graphs_held, report.replayed), (1, 30 - 3 - 1 - 8));
+        assert_eq!(host.waits, 2 * (5 + 5));
+    }
+
+    /// One whose replays are not is dropped, with its times in the reason, and tried again once the key comes by half as
+    /// often.
+    #[test]
+    fn a_graph_that_does_not_pay_is_left_and_tried_again() {
+        let (mut engine, mut host) = adaptive(1, 3);
+        for _ in 0..3 + 1 + 14 {
+            engine.step(key(0), None, &mut host).expect("runs");
+        }
+        assert_eq!((host.live_graphs.get(), host.released), (0, 1));
+        let (_, path) = engine.step(key(0), None, &mut host).expect("runs");
+        let StepPath::Eager(FallbackReason::ReplayDoesNotPay {
+            eager_ms,
+            replay_ms,
+        }) = path
+        else {
+            panic!("{path:?}")
+        };
+        assert!(
+            eager_ms < replay_ms && eager_ms >= 1.0,
+            "{eager_ms} {replay_ms}"
+        );
+        (host.eager_takes, host.replay_takes) = Default::default();
+        // As often as before: left alone.
+        for _ in 0..600 {
+            engine.step(key(0), None, &mut host).expect("runs");
+        }
+        assert_eq!(engine.report().captures, 1);
+        for step in 0..1200 {
+            engine.step(key(step % 4), None, &mut host).expect("runs");
+        }
+        assert!(engine.report().captures > 1);
+    }
+
+    /// A graph that is evicted before its recording is earned back is not recorded again.
+    #[test]
+    fn a_key_too_rare_for_its_graph_stays_eager() {
+        let (mut engine, mut host) = adaptive(2, 1);
+        host.record_takes = std::time::Duration::from_millis(80);
+        for id in [0, 1] {
+            for _ in 0..3 + 1 + 14 {
+                engine.step(key(id), None, &mut host).expect("runs");
+            }
+        }
+        let (_, path) = engine.step(key(0), None, &mut host).expect("runs");
+        let StepPath::Eager(FallbackReason::NotAmortised { replays, needed }) = path else {
+            panic!("{path:?}")
+        };
+        assert_eq!(replays, 6);
+        assert!(needed > 6, "{needed}");
+    }
+
     #[test]
     fn a_moving_learning_rate_is_named() {
         let mut engine = Engine::new(GraphConfig::new());

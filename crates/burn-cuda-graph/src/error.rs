@@ -203,6 +203,30 @@ pub enum FallbackReason {
     /// A step that could have been replayed was run eagerly to be timed, as asked.
     #[error("it was run eagerly to be timed, as asked; others of its key are replayed")]
     Timed,
+    /// Replays were not faster than eager steps ([`Policy::Adaptive`](crate::Policy::Adaptive)).
+    #[error(
+        "a replay took {replay_ms:.3} ms and an eager step {eager_ms:.3} ms, so the graph does not pay and was dropped: \
+         the device limits this step, not its launches; it is tried again when the key comes by twice or half as often"
+    )]
+    ReplayDoesNotPay {
+        /// Median of the timed eager steps.
+        eager_ms: f64,
+        /// Median of the timed replays.
+        replay_ms: f64,
+    },
+    /// A graph was evicted before its replays had earned its recording back
+    /// ([`Policy::Adaptive`](crate::Policy::Adaptive)).
+    #[error(
+        "the graph was evicted after {replays} replays, and {needed} earn its recording back: the key comes by too rarely; \
+         pad batches to fewer shapes, or allow more graphs (max_graphs, max_bytes); it is tried again when the key comes \
+         by twice or half as often"
+    )]
+    NotAmortised {
+        /// Replays of the graph.
+        replays: u64,
+        /// Replays that were needed.
+        needed: u64,
+    },
 }
 
 impl FallbackReason {
@@ -230,6 +254,8 @@ impl FallbackReason {
             FallbackReason::EmptyTensor { .. } => "empty-tensor",
             FallbackReason::CaptureBusy => "capture-busy",
             FallbackReason::Timed => "timed",
+            FallbackReason::ReplayDoesNotPay { .. } => "replay-does-not-pay",
+            FallbackReason::NotAmortised { .. } => "not-amortised",
         }
     }
 
@@ -346,8 +372,9 @@ pub enum StepError {
         /// Tensors mapped.
         mapped: usize,
     },
-    /// The device could not enqueue a replay. The step did not run; the buffers the graph writes may be
-    /// unreadable until a replay succeeds.
+    /// The device could not enqueue a replay. A replay is handed over and not waited for, so this may be about the steps of
+    /// earlier calls; this call's did not run either. The outputs of the steps that did not run fail when they are read, and
+    /// the buffers the graph writes may be unreadable until a replay succeeds.
     #[error("replay of the graph for [{key}] failed: {detail}")]
     Replay {
         /// The graph's key.

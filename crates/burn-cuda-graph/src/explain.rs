@@ -85,6 +85,14 @@ fn sentence(entry: &EntryReport) -> String {
         ("ready", _, _) => {
             "is not a graph yet: its operations are stable, and its next step is recorded.".into()
         }
+        (
+            "refused",
+            Some(
+                reason @ (FallbackReason::ReplayDoesNotPay { .. }
+                | FallbackReason::NotAmortised { .. }),
+            ),
+            _,
+        ) => format!("stays eager ({}): {reason}.", reason.name()),
         ("refused", Some(reason), _) => format!(
             "stays eager ({}): {reason}. It is not tried again until the state is changed from outside, or released.",
             reason.name()

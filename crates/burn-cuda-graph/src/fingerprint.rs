@@ -83,6 +83,8 @@ pub(crate) struct Fingerprint {
     constants: Vec<(u64, usize)>,
     /// Tensors of the state before it.
     pub state_tensors: usize,
+    /// The state before it, as numbers.
+    state: Vec<u64>,
     /// State and outputs after it, as numbers: which operation result each is.
     results: Vec<u64>,
     pub launches: Option<u64>,
@@ -112,7 +114,10 @@ impl Fingerprint {
             .collect();
 
         let mut numbers = Numbers::default();
-        for id in tensors.state_before.iter().chain(&tensors.batch) {
+        let state = (tensors.state_before.iter())
+            .map(|id| numbers.of(*id))
+            .collect();
+        for id in &tensors.batch {
             numbers.of(*id);
         }
         let mut constants = Vec::new();
@@ -136,6 +141,7 @@ impl Fingerprint {
             operations,
             constants,
             state_tensors: tensors.state_before.len(),
+            state,
             results,
             launches,
             host: Vec::new(),
@@ -146,6 +152,67 @@ impl Fingerprint {
             replacement: None,
             never,
         }
+    }
+
+    /// For each tensor of the state: whether the operation that updates it may overwrite it. That is so where nothing
+    /// uses the old value any more: every other operation on it, or on what may be a view of it, is one that the update
+    /// waits for, and neither the state nor an output after the step is such a view.
+    pub fn overwritable(&self) -> Vec<bool> {
+        let updates: Vec<usize> = (self.operations.iter().enumerate())
+            .filter(|(_, operation)| is_update(operation))
+            .map(|(index, _)| index)
+            .collect();
+        let waited_for: Vec<HashSet<usize>> = updates
+            .iter()
+            .map(|update| self.waited_for(*update))
+            .collect();
+        let overwritable = |number: &u64| {
+            let inputs = |index: usize| self.operations[index].inputs().map(|t| t.id.value());
+            let uses = |index: usize| inputs(index).filter(|input| input == number).count();
+            let mut users = (0..updates.len()).filter(|at| uses(updates[*at]) > 0);
+            let (Some(at), None) = (users.next(), users.next()) else {
+                return false;
+            };
+            let (update, waited_for) = (updates[at], &waited_for[at]);
+            if uses(update) > 1 || self.state.iter().filter(|other| *other == number).count() > 1 {
+                return false;
+            }
+            let mut views = HashSet::from([*number]);
+            for (index, operation) in self.operations.iter().enumerate() {
+                if index == update || !inputs(index).any(|input| views.contains(&input)) {
+                    continue;
+                }
+                if !waited_for.contains(&index) {
+                    return false;
+                }
+                if may_be_a_view(operation) {
+                    views.extend(operation.outputs().map(|output| output.id.value()));
+                }
+            }
+            // A view that the update itself takes would change under its hands.
+            let taken = inputs(update).filter(|input| views.contains(input)).count();
+            taken == 1 && !self.results.iter().any(|result| views.contains(result))
+        };
+        self.state.iter().map(overwritable).collect()
+    }
+
+    /// The operations whose results reach the operation at `index`.
+    fn waited_for(&self, index: usize) -> HashSet<usize> {
+        let mut needed: HashSet<u64> = (self.operations[index].inputs())
+            .map(|input| input.id.value())
+            .collect();
+        let mut found = HashSet::new();
+        for before in (0..index).rev() {
+            let operation = &self.operations[before];
+            if operation
+                .outputs()
+                .any(|output| needed.contains(&output.id.value()))
+            {
+                needed.extend(operation.inputs().map(|input| input.id.value()));
+                found.insert(before);
+            }
+        }
+        found
     }
 
     /// Compare this step with the one of the same key before it.
@@ -420,6 +487,20 @@ fn connected(operations: Vec<OperationIr>, tensors: &StepTensors) -> Vec<Operati
         .zip(reached)
         .filter_map(|(operation, reached)| reached.then_some(operation))
         .collect()
+}
+
+/// Whether the operation updates tensors of the state.
+fn is_update(operation: &OperationIr) -> bool {
+    matches!(operation, OperationIr::Custom(custom) if custom.id == crate::multi::UPDATE)
+}
+
+/// Whether a result of the operation may lie in the memory of an input. Arithmetic and modules write memory of their
+/// own; whatever else there is may be a reshape.
+fn may_be_a_view(operation: &OperationIr) -> bool {
+    !matches!(
+        operation,
+        OperationIr::NumericFloat(..) | OperationIr::NumericInt(..) | OperationIr::Module(..)
+    )
 }
 
 /// Numbers tensors by first appearance, and forgets what does not belong to the operation itself.

@@ -178,7 +178,8 @@ where
                 .or(stay);
             let free = key_of(&batch, &tensors, &rates);
             let key = keyed(&free, &rates, baked);
-            let (synced, verify_tolerance) = (
+            let (fused_updates, synced, verify_tolerance) = (
+                engine.config().fused_updates,
                 engine.config().synced_timing,
                 engine.config().verify_tolerance,
             );
@@ -194,6 +195,7 @@ where
                 baked,
                 random,
                 verify_tolerance,
+                fused_updates,
                 synced,
                 output: core::marker::PhantomData,
             };

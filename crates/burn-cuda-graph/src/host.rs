@@ -6,6 +6,7 @@
 //! the graph-owned ones are stale (`attached` is false); the next replay copies them in first.
 
 use crate::context::{self, Context, Mode, Rates, Slot, SlotRate, SlotSource, SlotValue, StepRate};
+use crate::copy;
 use crate::driver::{DeviceDriver, Prepared, SealedGraph, exclusive, lock_patiently};
 use crate::engine::{Attempt, NoReplay, StepHost, Watch};
 use crate::error::{FallbackReason, Mismatch, StepError};
@@ -14,6 +15,7 @@ use crate::lifecycle::{Refusal, Verdict};
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
 use crate::random::{self, DrawScope};
 use crate::ranges::{Phase, range};
+use crate::replay::{Queue, Replay};
 use crate::scalars::{self, DeviceScalars, SharedScalars};
 use crate::shape_key::{HostField, ShapeKey};
 use crate::state::{self, StepState};
@@ -53,6 +55,10 @@ pub(crate) struct HostCore {
     ticks: Vec<Arc<Ticks>>,
     /// Tells these graph-owned buffers from those before and after them.
     generation: u64,
+    /// Replays that were handed over.
+    queue: Arc<Queue>,
+    /// Graphs that were given up for one of the same operations: the metadata that it uses too would go with them.
+    given_up: Vec<SealedGraph>,
 }
 
 fn next_generation() -> u64 {
@@ -88,6 +94,26 @@ impl HostCore {
             support: support.clone(),
             attached: false,
             generation: next_generation(),
+            queue: Arc::default(),
+            given_up: Vec::new(),
+        }
+    }
+
+    /// Have every replay that was handed over enqueued: for what does not go through the stream's queue itself.
+    fn catch_up(&self) {
+        if let Some(pool) = self.pool.as_ref().filter(|_| self.queue.is_busy()) {
+            pool.drain();
+        }
+    }
+
+    /// A replay that was handed over by an earlier call and did not run.
+    fn check_queue(&self) -> Result<(), StepError> {
+        match self.queue.failure() {
+            None => Ok(()),
+            Some(detail) => Err(StepError::Device {
+                doing: "replaying earlier steps".into(),
+                detail,
+            }),
         }
     }
 
@@ -187,6 +213,7 @@ impl HostCore {
 
     /// Write the scalars that the next replay of `graph` is to see.
     fn refresh_scalars<O>(&self, graph: &Sealed<O>, rates: &Rates, random: [u32; 4]) {
+        self.catch_up();
         if let Some(scalars) = &self.scalars {
             let values = self.scalar_values(graph, rates);
             scalars::lock(scalars).write_all(random, &values);
@@ -205,6 +232,7 @@ impl HostCore {
         // Whoever takes the state out has its counts settled, or settles them in what is taken.
         self.ticks.clear();
         self.last = None;
+        self.given_up.clear();
         let stream = self.stream;
         if let Some(pool) = &mut self.pool {
             // What was copied out of the buffers has to have been before they are let go of.
@@ -269,8 +297,7 @@ impl Stream {
 /// A sealed graph, its static inputs and its outputs.
 #[derive(Debug)]
 pub(crate) struct Sealed<O> {
-    graph: SealedGraph,
-    inputs: Pinned,
+    replay: Arc<Replay>,
     /// The recorded output, whose tensors every replay overwrites.
     output: O,
     held: Held,
@@ -354,7 +381,7 @@ impl<O> Sealed<O> {
     /// Enqueue the graph alone.
     pub fn replay_bare(&self, core: &mut HostCore) -> Result<(), String> {
         match core.pool.as_mut() {
-            Some(pool) => self.graph.replay(pool),
+            Some(pool) => self.replay.graph.replay(pool),
             None => Err("the graph's pool is gone".to_string()),
         }
     }
@@ -379,6 +406,8 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub random: [u32; 4],
     /// How far a verified value may be off.
     pub verify_tolerance: f32,
+    /// Update all parameters together.
+    pub fused_updates: bool,
     /// Wait for the device after each step, so that the call's time is the step's.
     pub synced: bool,
     pub output: core::marker::PhantomData<O>,
@@ -401,6 +430,7 @@ where
     }
 
     fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
+        self.core.check_queue()?;
         let _range = range(match watch {
             Watch::Off => Phase::Eager,
             Watch::On => Phase::WarmUp,
@@ -433,6 +463,8 @@ where
         attempt: u32,
         rehearsed: Option<&Fingerprint>,
     ) -> Result<Attempt<Sealed<O>, O>, StepError> {
+        self.core.check_queue()?;
+        self.core.catch_up();
         let Some(_watching) = watching() else {
             return Ok(Attempt::Busy);
         };
@@ -469,6 +501,13 @@ where
     fn released(&mut self) {
         self.core.trim();
     }
+
+    fn wait(&mut self) -> Result<(), StepError> {
+        self.core.sync().map_err(|detail| StepError::Device {
+            doing: "waiting for a step".into(),
+            detail,
+        })
+    }
 }
 
 /// Hold the process's observers. They hear every thread, and the launch observer's slot is a stack: two watched steps at
@@ -491,7 +530,9 @@ where
     F: Fn(&mut S, B, StepRate) -> O,
 {
     fn replay_once(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
-        let copy_in = range(Phase::CopyIn);
+        if let Some(detail) = self.core.queue.failure() {
+            return Err(NoReplay::Failed(detail));
+        }
         let attached = self.core.attached;
         if !attached {
             self.core.settle_clocks(self.state);
@@ -501,7 +542,6 @@ where
             self.detach();
             return Err(NoReplay::Misfit(detail));
         }
-        self.core.refresh_scalars(graph, self.rates, self.random);
         let Some(pool) = self.core.pool.as_mut() else {
             return Err(NoReplay::Misfit("the graph's pool is gone".to_string()));
         };
@@ -515,16 +555,23 @@ where
             *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
             self.core.attached = true;
         }
-        let refreshed = graph.inputs.refresh(self.tensors);
-        copy_in.end();
-        let replay = range(Phase::Replay);
-        graph.graph.replay(pool).map_err(NoReplay::Failed)?;
-        replay.end();
-        drop(refreshed);
+        if self.core.queue.is_full() {
+            pool.drain();
+        }
+        let values = self.core.scalar_values(graph, self.rates);
+        let device = &self.core.device;
+        let (queue, random) = (&self.core.queue, self.random);
+        let outputs = (graph.replay)
+            .enqueue(device, queue, random, values, self.tensors)
+            .map_err(NoReplay::Failed)?;
         graph.ticks.pending.fetch_add(1, Ordering::Relaxed);
-        let copied_out = range(Phase::CopyOut);
-        let output = copy_out(&graph.output);
-        copied_out.end();
+        let mut outputs = outputs.into_iter();
+        let output = graph
+            .output
+            .map_tensors(&mut |recorded| match outputs.next() {
+                Some(output) => AnyTensor::lifted_like(output, &recorded),
+                None => duplicate_like(&recorded),
+            });
         if self.synced {
             self.core.sync().map_err(NoReplay::Failed)?;
         }
@@ -634,25 +681,31 @@ where
             }
             _ => None,
         };
+        // Updates that are fused are so in every step, or an eager one would leave other bits than a replay.
+        let mode = match (mode, self.fused_updates) {
+            (Mode::Plain, true) => Mode::Watched,
+            (mode, _) => mode,
+        };
+        if mode != Mode::Plain {
+            // Slots are written at once, and a replay that is not enqueued yet has its own values to write.
+            self.core.catch_up();
+        }
         let source = match mode {
             Mode::Plain => None,
             _ => self.core.slot_source(),
         };
-        let context = Context::new(mode, self.rates.clone(), source);
+        let mut context = Context::new(mode, self.rates.clone(), source);
+        context.fused_updates = self.fused_updates;
         let run = || run_eager(self.state, self.step, self.batch);
         let (output, context) = context::enter(context, run);
         (output, context, scope)
     }
 
-    fn wait_if_timed(&self) -> Result<(), StepError> {
+    fn wait_if_timed(&mut self) -> Result<(), StepError> {
         match self.synced {
-            true => self.core.sync(),
+            true => self.wait(),
             false => Ok(()),
         }
-        .map_err(|detail| StepError::Device {
-            doing: "waiting for a step".into(),
-            detail,
-        })
     }
 
     fn watch_eager(&mut self) -> Result<(O, Fingerprint), StepError> {
@@ -743,6 +796,7 @@ where
             move |detail: String| StepError::Device { doing, detail }
         };
         self.core.settle_clocks(self.state);
+        let mut given_up = core::mem::take(&mut self.core.given_up);
         let before = state::tensors_of(self.state);
         let clocks = self.core.clocks.clone();
         // An optimizer may have made its state since, in a step of another key.
@@ -816,6 +870,10 @@ where
             .sync()
             .map_err(|err| device("preparing a recording")(err.to_string()))?;
 
+        let overwritten = (owned.tensors.iter().zip(rehearsed.overwritable()))
+            .filter(|(_, overwritable)| *overwritable)
+            .map(|(tensor, _)| id(tensor))
+            .collect();
         *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
         let window = match prepared.open() {
             Ok(window) => window,
@@ -831,7 +889,9 @@ where
             let _launches = LaunchObservation::new(recorder.clone());
             let (state, step, owned) = (&mut *self.state, self.step, &owned);
             let pool = self.core.pool.as_ref();
-            let context = Context::new(Mode::Recording { tracked }, self.rates.clone(), source);
+            let mut context = Context::new(Mode::Recording { tracked }, self.rates.clone(), source);
+            context.fused_updates = self.fused_updates;
+            context.overwritten = overwritten;
             catch_unwind(AssertUnwindSafe(|| -> Result<(O, Recorded), String> {
                 let draws = random.and_then(|random| DrawScope::open(&device_of_draws, random));
                 let (output, context) =
@@ -910,7 +970,11 @@ where
             (recorded, sealed) => {
                 restore(self.state);
                 self.core.attached = false;
-                let words = sealed.err();
+                let (sealed, words) = match sealed {
+                    Ok(graph) => (Some(graph), None),
+                    Err(words) => (None, Some(words)),
+                };
+                given_up.extend(sealed);
                 return match recorded {
                     Err(panic) => match refused_by_device(panic.as_ref()) {
                         Some(detail) => {
@@ -918,9 +982,15 @@ where
                                 detail,
                             })))
                         }
-                        None => resume_unwind(panic),
+                        None => {
+                            self.core.given_up = given_up;
+                            resume_unwind(panic)
+                        }
                     },
-                    Ok(Err(detail)) if detail == RATE_BAKED => Ok(Attempt::RateBaked),
+                    Ok(Err(detail)) if detail == RATE_BAKED => {
+                        self.core.given_up = given_up;
+                        Ok(Attempt::RateBaked)
+                    }
                     Ok(Err(detail)) => Ok(Attempt::Refused(refusal(
                         words.map_or(detail.clone(), |words| format!("{detail}; {words}")),
                         reserve_bytes,
@@ -943,8 +1013,15 @@ where
             pending: AtomicU64::new(0),
         });
         self.core.ticks.push(ticks.clone());
-        let outputs = tree::tensors_of(&output);
-        let copies = (batch.len() + outputs.len()) as u64;
+        let outputs = match Pinned::hold(tree::tensors_of(&output)) {
+            Ok(outputs) => outputs,
+            Err(detail) => {
+                restore(self.state);
+                self.core.attached = false;
+                return Ok(Attempt::Refused(Refusal::Other { detail }));
+            }
+        };
+        let copies = copy::launches(inputs.buffers()) + copy::launches(outputs.buffers());
         let launches = match self.core.support {
             Support::Hardware => Some(1 + copies),
             // Each dispatch is encoded again.
@@ -955,9 +1032,14 @@ where
         };
         pool.state = Some(owned);
         let held = pool.hold(rehearsal.step_bytes + inputs.bytes());
-        let graph = Sealed {
-            graph,
+        let replay = Arc::new(Replay {
+            graph: Arc::new(graph),
             inputs,
+            outputs,
+            scalars: self.core.scalars.clone(),
+        });
+        let graph = Sealed {
+            replay,
             output,
             held,
             launches,
@@ -973,6 +1055,7 @@ where
         graph.ticks.pending.fetch_add(1, Ordering::Relaxed);
         drop(snapshot);
         let returned = copy_out(&graph.output);
+        drop(given_up);
         if let Some(pool) = &self.core.pool {
             pool.drain();
             pool.trim();

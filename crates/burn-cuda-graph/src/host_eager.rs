@@ -93,6 +93,7 @@ pub(crate) struct Host<'a, S, B, O, F> {
     pub baked: &'a mut HashSet<ShapeKey>,
     pub random: [u32; 4],
     pub verify_tolerance: f32,
+    pub fused_updates: bool,
     pub synced: bool,
     pub output: core::marker::PhantomData<O>,
 }
@@ -148,4 +149,8 @@ where
         match graph.0 {}
     }
     fn released(&mut self) {}
+
+    fn wait(&mut self) -> Result<(), StepError> {
+        Ok(())
+    }
 }

@@ -46,6 +46,8 @@ mod step;
 mod support;
 mod tensor;
 mod tree;
+mod trial;
+mod update_rule;
 
 #[cfg(feature = "cubecl-backend")]
 mod copy;
@@ -57,9 +59,13 @@ mod host;
 #[path = "host_eager.rs"]
 mod host;
 #[cfg(feature = "cubecl-backend")]
+mod multi;
+#[cfg(feature = "cubecl-backend")]
 mod pool;
 #[cfg(feature = "cubecl-backend")]
 mod ranges;
+#[cfg(feature = "cubecl-backend")]
+mod replay;
 #[cfg(feature = "cubecl-backend")]
 mod scalars;
 #[cfg(feature = "train")]

@@ -7,12 +7,12 @@
 //! Nothing may be allocated while a window is open, so a reserve is taken and dropped just before it, which leaves
 //! the pools holding that many empty pages (the *headroom reserve*).
 
-use crate::copy::{copy_all, same_buffer, same_memory};
+use crate::copy::{copy_all, packed, same_buffer, same_memory};
 use crate::shape_key::ShapeKey;
 use crate::tensor::{AnyTensor, TensorKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{
-    BackendTensor, Dispatch, DispatchDevice, DispatchTensor, DispatchTensorKind, backend_extension,
+    BackendTensor, Dispatch, DispatchDevice, DispatchTensorKind, backend_extension,
 };
 use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::tensor::CubeTensor;
@@ -25,7 +25,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-type Runtime = <CubeBackend as FusionBackend>::FusionRuntime;
+pub(crate) type Runtime = <CubeBackend as FusionBackend>::FusionRuntime;
 
 /// Duplicating a tensor without changing how it lies in memory.
 ///
@@ -42,15 +42,6 @@ pub(crate) trait PoolOps: burn::backend::Backend {
     /// The same values and layout in a buffer of its own.
     #[fusion(dtype = src, shape = src)]
     fn graph_duplicate_bool(src: BoolTensor<Self>) -> BoolTensor<Self>;
-    /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
-    #[fusion(dtype = dst, shape = dst)]
-    fn graph_write_float(dst: FloatTensor<Self>, src: FloatTensor<Self>) -> FloatTensor<Self>;
-    /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
-    #[fusion(dtype = dst, shape = dst)]
-    fn graph_write_int(dst: IntTensor<Self>, src: IntTensor<Self>) -> IntTensor<Self>;
-    /// Overwrite the buffer of `dst` with the values of `src`, whoever else holds it.
-    #[fusion(dtype = dst, shape = dst)]
-    fn graph_write_bool(dst: BoolTensor<Self>, src: BoolTensor<Self>) -> BoolTensor<Self>;
     /// One element of type `dtype`, `offset` bytes into `buffer`: a view of the same memory.
     #[fusion(dtype = *dtype, shape = Shape::new([1]))]
     fn graph_slot(buffer: FloatTensor<Self>, offset: u64, dtype: DType) -> FloatTensor<Self>;
@@ -65,15 +56,6 @@ impl PoolOps for CubeBackend {
     }
     fn graph_duplicate_bool(src: BoolTensor<Self>) -> BoolTensor<Self> {
         duplicate_cube(src)
-    }
-    fn graph_write_float(dst: FloatTensor<Self>, src: FloatTensor<Self>) -> FloatTensor<Self> {
-        write_cube(dst, src)
-    }
-    fn graph_write_int(dst: IntTensor<Self>, src: IntTensor<Self>) -> IntTensor<Self> {
-        write_cube(dst, src)
-    }
-    fn graph_write_bool(dst: BoolTensor<Self>, src: BoolTensor<Self>) -> BoolTensor<Self> {
-        write_cube(dst, src)
     }
     fn graph_slot(buffer: FloatTensor<Self>, offset: u64, dtype: DType) -> FloatTensor<Self> {
         let size = buffer.handle.size_in_used();
@@ -92,25 +74,24 @@ impl PoolOps for CubeBackend {
 /// Bytes of a slot that are used, whatever its type.
 pub(crate) const SLOT_BYTES: u64 = 16;
 
-fn write_cube(dst: CubeTensor, src: CubeTensor) -> CubeTensor {
-    copy_all(&[(src, dst.clone())]);
-    dst
-}
-
 fn duplicate_cube(src: CubeTensor) -> CubeTensor {
     let src = burn_cubecl::kernel::untile(src);
-    let bytes = src.meta.shape().num_elements() * src.dtype.size();
-    let packed = src.is_nonoverlapping() && src.handle.size_in_used() == bytes as u64;
-    let (client, device) = (src.client.clone(), src.device.clone());
-    let handle = client.empty(bytes);
-    let copy = match packed {
-        true => CubeTensor::new(client, handle, (*src.meta).clone(), device, src.dtype),
-        false => {
-            CubeTensor::new_contiguous(client, device, src.meta.shape().clone(), handle, src.dtype)
-        }
-    };
+    let copy = empty_like(&src);
     copy_all(&[(src, copy.clone())]);
     copy
+}
+
+/// A buffer for values of the same shape and type, laid out as `tensor` where that has no holes.
+pub(crate) fn empty_like(tensor: &CubeTensor) -> CubeTensor {
+    let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
+    let handle = client.empty(tensor.meta.shape().num_elements() * dtype.size());
+    match packed(tensor) {
+        true => CubeTensor::new(client, handle, (*tensor.meta).clone(), device, dtype),
+        false => {
+            let shape = tensor.meta.shape().clone();
+            CubeTensor::new_contiguous(client, device, shape, handle, dtype)
+        }
+    }
 }
 
 /// The same values in a buffer of its own, off any tape. Lazy, like any operation.
@@ -139,7 +120,8 @@ pub(crate) fn duplicate_like(tensor: &AnyTensor) -> AnyTensor {
     AnyTensor::lifted_like(duplicate(tensor), tensor)
 }
 
-fn fusion_tensor(tensor: &AnyTensor) -> Option<FusionTensor<Runtime>> {
+/// The tensor as the fusion server knows it, off any tape.
+pub(crate) fn fusion_tensor(tensor: &AnyTensor) -> Option<FusionTensor<Runtime>> {
     match tensor.clone().inner().dispatch.kind {
         DispatchTensorKind::Cube(
             BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
@@ -208,6 +190,11 @@ impl Pinned {
         Ok(Self { tensors, buffers })
     }
 
+    /// The buffers, in order.
+    pub fn buffers(&self) -> &[CubeTensor] {
+        &self.buffers
+    }
+
     /// Overwrite the buffers with the values of `tensors`. Answers the number of launches.
     pub fn write(&self, tensors: &[AnyTensor]) -> Result<u64, String> {
         if tensors.len() != self.buffers.len() {
@@ -248,22 +235,6 @@ impl Pinned {
             })
             .collect();
         Ok(staged.len() as u64 + copy_all(&staged))
-    }
-
-    /// Overwrite the buffers with the values of `tensors`, as operations in the stream's queue: nothing is waited for
-    /// until the queue is drained, which a replay does first. Keep what it returns until then: the fusion server may
-    /// leave out an operation whose result nobody holds. Shapes and dtypes must be those held, as the shape key sees to.
-    #[must_use]
-    pub fn refresh(&self, tensors: &[AnyTensor]) -> Vec<DispatchTensor> {
-        let write = |(held, new): (&AnyTensor, &AnyTensor)| {
-            let (dst, src) = (held.dispatch.clone(), new.clone().inner().dispatch);
-            match held.kind() {
-                TensorKind::Float => <Dispatch as PoolOps>::graph_write_float(dst, src),
-                TensorKind::Int => <Dispatch as PoolOps>::graph_write_int(dst, src),
-                TensorKind::Bool => <Dispatch as PoolOps>::graph_write_bool(dst, src),
-            }
-        };
-        self.tensors.iter().zip(tensors).map(write).collect()
     }
 
     /// Whether `tensor` lies in one of the buffers.
@@ -411,8 +382,14 @@ pub(crate) struct Rehearsal {
     trims: u64,
 }
 
-/// Trims of any pool in the process: they reach every stream of a device.
+/// How often metadata buffers were dropped, by a trim of any pool of the process, which reaches every stream of a
+/// device, or with a graph.
 static TRIMS: AtomicU64 = AtomicU64::new(0);
+
+/// What a rehearsal left cached may be gone: windows are to be rehearsed again.
+pub(crate) fn note_dropped_metadata() {
+    TRIMS.fetch_add(1, Ordering::Relaxed);
+}
 
 impl core::fmt::Debug for Pool {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
@@ -456,7 +433,7 @@ impl Pool {
 
     /// Give empty pages back to the driver.
     pub fn trim(&self) {
-        TRIMS.fetch_add(1, Ordering::Relaxed);
+        note_dropped_metadata();
         if let Err(err) = self.client.memory_cleanup() {
             log::debug!("memory is not trimmed now: {err}");
         }
@@ -544,7 +521,8 @@ impl Pool {
     }
 }
 
-fn cube_device(device: &Device) -> Option<CubeDevice> {
+/// The device as CubeCL knows it.
+pub(crate) fn cube_device(device: &Device) -> Option<CubeDevice> {
     match device.clone().inner().as_dispatch() {
         DispatchDevice::Cube(device) => Some(device.clone()),
         _ => None,

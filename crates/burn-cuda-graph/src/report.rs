@@ -50,7 +50,7 @@ impl Samples {
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
-    fn median_ms(&self) -> Option<f64> {
+    pub fn median_ms(&self) -> Option<f64> {
         let mut sorted: Vec<Duration> = self.0.iter().copied().collect();
         sorted.sort_unstable();
         sorted.get(sorted.len() / 2).map(|d| d.as_secs_f64() * 1e3)

@@ -9,6 +9,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, DType, Int, Tensor};
 use std::collections::HashSet;
+#[cfg(feature = "cubecl-backend")]
+use std::collections::{HashMap, VecDeque};
 
 /// What a step updates.
 ///
@@ -179,7 +181,56 @@ impl<M: Module> Training<M> {
     /// A panic in the optimizer leaves the model as it was.
     pub fn optimize(&mut self, lr: impl Into<UpdateRate>, grads: GradientsParams) {
         let lr = lr.into().tracked();
-        self.model = self.optimizer.step(lr, self.model.clone(), grads);
+        let model = self.model.clone();
+        #[cfg(feature = "cubecl-backend")]
+        {
+            let (model, updates) = optim::collecting(|| self.optimizer.step(lr, model, grads));
+            // The old parameters are to have no holder but their updates.
+            self.model = model;
+            if !updates.is_empty() {
+                self.make(updates);
+            }
+        }
+        #[cfg(not(feature = "cubecl-backend"))]
+        {
+            self.model = self.optimizer.step(lr, model, grads);
+        }
+    }
+
+    /// Make the updates that the optimizer put off, and put their results where it left the gradients.
+    #[cfg(feature = "cubecl-backend")]
+    fn make(&mut self, updates: Vec<optim::Collected>) {
+        let (mut waiting, mut entries) = (Vec::new(), Vec::new());
+        for update in updates {
+            waiting.push((update.placeholder, update.clock));
+            entries.push(update.entry);
+        }
+        // Parameters that share a gradient are met in the same order again.
+        let mut parameters: HashMap<u64, VecDeque<AnyTensor>> = HashMap::new();
+        let mut leaves = HashMap::new();
+        for ((placeholder, clock), made) in waiting.into_iter().zip(crate::multi::update(entries)) {
+            parameters
+                .entry(placeholder)
+                .or_default()
+                .push_back(made.param);
+            leaves.insert(clock, made.leaves);
+        }
+        let mut fill = |old: AnyTensor| {
+            let made = (parameters.get_mut(&crate::pool::id(&old))).and_then(VecDeque::pop_front);
+            match made {
+                Some(made) => AnyTensor::lifted_like(made, &old),
+                None => old,
+            }
+        };
+        self.model = self.model.clone().map(&mut Mapper { map: &mut fill });
+        self.optimizer = optim::with_states(self.optimizer.clone(), |states| {
+            for state in states.values_mut() {
+                let made = leaves.remove(&state.clock).into_iter().flatten();
+                for ((_, leaf), made) in state.leaves.iter_mut().zip(made) {
+                    *leaf = made;
+                }
+            }
+        });
     }
 
     /// Update the model with a function of it and the optimizer, for steps that do more than

@@ -2,6 +2,8 @@
 
 use super::state::{Layout, Leaf, OptimizerState};
 use super::update::{OptimizerId, Update};
+#[cfg(feature = "cubecl-backend")]
+use crate::update_rule::{Method, MomentsRule};
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::decay::WeightDecayConfig;
@@ -47,11 +49,14 @@ pub struct Adam {
 #[derive(Debug)]
 pub struct AdamLayout;
 
+pub(super) const MOMENT_1: &str = "momentum.moment_1";
+pub(super) const MOMENT_2: &str = "momentum.moment_2";
+
 impl Layout for AdamLayout {
     const TIME: Option<&'static str> = Some("momentum.time");
     const LEAVES: &'static [Leaf] = &[
-        Leaf::required("momentum.moment_1"),
-        Leaf::required("momentum.moment_2"),
+        Leaf::required(MOMENT_1),
+        Leaf::required(MOMENT_2),
         Leaf::optional("momentum.max_moment_2"),
     ];
 }
@@ -89,7 +94,7 @@ pub(super) fn moments<const D: usize>(
 ) -> (Tensor<D>, Tensor<D>) {
     let (factor_1, factor_2) = (1.0 - beta_1, 1.0 - beta_2);
     let moment_1 = update.evolve(
-        "momentum.moment_1",
+        MOMENT_1,
         || grad.clone().mul_scalar(factor_1),
         |old| {
             old.mul_scalar(beta_1)
@@ -97,7 +102,7 @@ pub(super) fn moments<const D: usize>(
         },
     );
     let moment_2 = update.evolve(
-        "momentum.moment_2",
+        MOMENT_2,
         || grad.clone().square().mul_scalar(factor_2),
         |old| {
             old.mul_scalar(beta_2)
@@ -133,8 +138,6 @@ impl Optimizer for Adam {
             ..
         } = *self;
         let mut update = Update::begin(self.id, lr, &tensor, state);
-        let grad = super::decayed(grad, &tensor, self.weight_decay);
-        let (moment_1, divisor) = moments(&mut update, grad, beta_1, beta_2, self.amsgrad);
         let root = move |steps: usize| (1.0 - beta_2.powi(steps as i32)).sqrt();
         let factor = update.timed(
             "factor",
@@ -149,8 +152,24 @@ impl Optimizer for Adam {
             move |_, steps| f64::from(epsilon * root(steps)),
             |time| (-time.power(beta_2) + 1.0).sqrt() * epsilon,
         );
+        let rate = update.lr();
+        if !self.amsgrad {
+            super::put_off!(
+                update,
+                Method::Adam {
+                    moments: MomentsRule::new(beta_1, beta_2)
+                },
+                self.weight_decay,
+                tensor,
+                grad,
+                &[&rate, &factor, &epsilon],
+                &[MOMENT_1, MOMENT_2]
+            );
+        }
+        let grad = super::decayed(grad, &tensor, self.weight_decay);
+        let (moment_1, divisor) = moments(&mut update, grad, beta_1, beta_2, self.amsgrad);
         let direction = factor.times(moment_1).div(epsilon.plus(divisor.sqrt()));
-        let delta = update.lr().times(direction);
+        let delta = rate.times(direction);
         update.finish(tensor - delta)
     }
 

@@ -1,8 +1,12 @@
 //! Adam with decoupled weight decay.
 
 use super::adam::{AdamLayout, moments};
+#[cfg(feature = "cubecl-backend")]
+use super::adam::{MOMENT_1, MOMENT_2};
 use super::state::OptimizerState;
 use super::update::{OptimizerId, Scalar, Update, spread};
+#[cfg(feature = "cubecl-backend")]
+use crate::update_rule::{Constant, Method, MomentsRule};
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer};
@@ -116,9 +120,27 @@ impl Optimizer for AdamW {
             ..
         } = *self;
         let mut update = Update::begin(self.id, lr, &tensor, state);
-        let (moment_1, divisor) = moments(&mut update, grad, beta_1, beta_2, self.amsgrad);
         let correction_1 = super::correction(&update, "correction_1", beta_1);
         let correction_2 = super::correction(&update, "correction_2", beta_2);
+        let rate = update.lr();
+        if !(self.amsgrad || self.cautious_weight_decay && weight_decay != 0.0) {
+            let kept = (weight_decay != 0.0).then(|| super::kept(&update, weight_decay));
+            let scalars = [&rate, &correction_1, &correction_2];
+            super::put_off!(
+                update,
+                Method::AdamW {
+                    moments: MomentsRule::new(beta_1, beta_2),
+                    epsilon: Constant::new(self.epsilon),
+                    shrinks: kept.is_some(),
+                },
+                None,
+                tensor,
+                grad,
+                &scalars.into_iter().chain(&kept).collect::<Vec<_>>(),
+                &[MOMENT_1, MOMENT_2]
+            );
+        }
+        let (moment_1, divisor) = moments(&mut update, grad, beta_1, beta_2, self.amsgrad);
         let root = correction_2.divides(divisor).sqrt();
         let direction = correction_1
             .divides(moment_1.clone())
@@ -128,7 +150,7 @@ impl Optimizer for AdamW {
             (false, true) => cautiously(&update, tensor, moment_1, weight_decay),
             (false, false) => super::shrunk(&update, tensor, weight_decay),
         };
-        let delta = update.lr().times(direction);
+        let delta = rate.times(direction);
         update.finish(decayed - delta)
     }
 

@@ -1,9 +1,15 @@
 //! Clipping by the norm of all gradients.
 
 use super::update::cast;
+#[cfg(feature = "cubecl-backend")]
+use crate::tensor::AnyTensor;
+#[cfg(feature = "cubecl-backend")]
+use burn::module::ParamId;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
+#[cfg(feature = "cubecl-backend")]
+use std::collections::HashMap;
 
 /// Added to the norm before dividing by it, as PyTorch's `clip_grad_norm_` does.
 const EPSILON: f32 = 1e-6;
@@ -14,6 +20,8 @@ const EPSILON: f32 = 1e-6;
 ///
 /// The factor is `min(1, max_norm / (norm + 1e-6))`, as of PyTorch's `clip_grad_norm_`, and stays on the device: nothing
 /// is read on the host, so a graphed step may use it. Half-precision gradients are squared and scaled in `f32`.
+/// Where updates are fused ([`GraphConfig::fused_updates`](crate::GraphConfig::fused_updates)) it takes three or a few more
+/// launches for all of them, with sums in an order that is always the same.
 /// Gradients that are not of `module` come back as they were. Without gradients the norm is zero; a norm that is not
 /// finite makes the gradients zero or NaN.
 ///
@@ -31,6 +39,11 @@ pub fn clip_by_global_norm<M: Module>(
         max_norm.is_finite() && max_norm > 0.0,
         "clip_by_global_norm: max_norm must be positive and finite, but is {max_norm}; to clip nothing, do not call it"
     );
+    #[cfg(feature = "cubecl-backend")]
+    let grads = match by_kernels(module, grads, max_norm) {
+        Ok(clipped) => return clipped,
+        Err(grads) => grads,
+    };
     let mut squares = Squares {
         grads,
         held: GradientsParams::new(),
@@ -57,6 +70,75 @@ pub fn clip_by_global_norm<M: Module>(
     };
     module.visit(&mut scaling);
     (scaling.grads, norm)
+}
+
+/// The same by three kernels, where the step's updates are fused and all gradients are `f32` on one device of CubeCL's.
+#[cfg(feature = "cubecl-backend")]
+fn by_kernels<M: Module>(
+    module: &M,
+    grads: GradientsParams,
+    max_norm: f32,
+) -> Result<(GradientsParams, Tensor<1>), GradientsParams> {
+    if !crate::context::fuses_updates() {
+        return Err(grads);
+    }
+    let mut taken = Taken {
+        grads,
+        found: Vec::new(),
+    };
+    module.visit(&mut taken);
+    let Taken { grads, found } = taken;
+    let single = found
+        .iter()
+        .all(|(_, grad)| grad.spec().dtype == DType::F32);
+    let tensors: Vec<AnyTensor> = found.iter().map(|(_, grad)| grad.clone()).collect();
+    let clipped = single.then(|| crate::multi::clip(&tensors, max_norm, EPSILON));
+    let ids = found.iter().map(|(id, _)| *id);
+    let (ours, norm): (Vec<AnyTensor>, _) = match clipped.flatten() {
+        Some((scaled, norm)) => (scaled, Some(norm)),
+        None => (tensors, None),
+    };
+    let mut given = Given {
+        waiting: ids.zip(ours).collect(),
+        grads,
+    };
+    module.visit(&mut given);
+    match norm {
+        Some(norm) => Ok((given.grads, norm.into_float())),
+        None => Err(given.grads),
+    }
+}
+
+/// Takes the gradients of a module out, in the order of the visit.
+#[cfg(feature = "cubecl-backend")]
+struct Taken {
+    grads: GradientsParams,
+    found: Vec<(ParamId, AnyTensor)>,
+}
+
+#[cfg(feature = "cubecl-backend")]
+impl ModuleVisitor for Taken {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(grad) = self.grads.remove::<D>(param.id) {
+            self.found.push((param.id, AnyTensor::from_float(grad)));
+        }
+    }
+}
+
+/// Puts gradients back.
+#[cfg(feature = "cubecl-backend")]
+struct Given {
+    waiting: HashMap<ParamId, AnyTensor>,
+    grads: GradientsParams,
+}
+
+#[cfg(feature = "cubecl-backend")]
+impl ModuleVisitor for Given {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(grad) = self.waiting.remove(&param.id) {
+            self.grads.register(param.id, grad.into_float::<D>());
+        }
+    }
 }
 
 /// Sums squares in the order of the visit. A parameter that is visited twice counts once: its gradient has moved.

@@ -31,12 +31,27 @@ macro_rules! overhear {
 }
 use overhear;
 
+/// Leave a step whose update is put off, to be made together with others (see `collect`).
+macro_rules! put_off {
+    ($update:ident, $method:expr, $penalty:expr, $tensor:ident, $grad:ident, $scalars:expr, $names:expr) => {
+        #[cfg(feature = "cubecl-backend")]
+        if let Some(later) =
+            $update.put_off($method, $penalty, [&$tensor, &$grad], $scalars, $names)
+        {
+            return later;
+        }
+    };
+}
+use put_off;
+
 mod adafactor;
 mod adagrad;
 mod adam;
 mod adamw;
 mod adan;
 mod clip;
+#[cfg(feature = "cubecl-backend")]
+mod collect;
 #[cfg(feature = "train")]
 mod extract;
 mod lamb;
@@ -66,6 +81,8 @@ pub use scaler::{LossScaler, LossScalerConfig};
 pub use sgd::{Sgd, SgdConfig, SgdLayout, SgdState};
 pub use state::{Layout, Leaf, OptimizerState};
 
+#[cfg(feature = "cubecl-backend")]
+pub(crate) use collect::{Collected, collecting};
 #[cfg(feature = "train")]
 pub(crate) use extract::extract;
 pub(crate) use state::{StateData, Steps, ours, parameters, states, with_states};
@@ -136,8 +153,12 @@ fn shrunk<const D: usize, L: Layout>(
     param: Tensor<D>,
     decay: f32,
 ) -> Tensor<D> {
-    let kept = update.rate("kept", move |lr| 1.0 - lr * f64::from(decay));
-    kept.times(param)
+    kept(update, decay).times(param)
+}
+
+/// What decoupled weight decay leaves of a parameter.
+fn kept<const D: usize, L: Layout>(update: &Update<D, L>, decay: f32) -> Scalar {
+    update.rate("kept", move |lr| 1.0 - lr * f64::from(decay))
 }
 
 /// `1 - beta^steps`: what a moving average that began at zero is divided by.

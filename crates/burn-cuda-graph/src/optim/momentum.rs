@@ -2,6 +2,8 @@
 
 use super::state::Layout;
 use super::update::Update;
+#[cfg(feature = "cubecl-backend")]
+use crate::update_rule::{Constant, VelocityRule};
 use burn::optim::momentum::MomentumConfig;
 use burn::tensor::Tensor;
 
@@ -25,6 +27,16 @@ impl Momentum {
             momentum: config.momentum as f32,
             dampening: config.dampening,
             nesterov: config.nesterov,
+        }
+    }
+
+    /// The same, as a kernel computes it.
+    #[cfg(feature = "cubecl-backend")]
+    pub fn rule(&self) -> VelocityRule {
+        VelocityRule {
+            momentum: Constant::new(self.momentum),
+            share: Constant::new((1.0 - self.dampening) as f32),
+            nesterov: self.nesterov,
         }
     }
 

@@ -3,6 +3,8 @@
 use super::momentum::{Momentum, momentum_leaf};
 use super::state::{Layout, Leaf, OptimizerState};
 use super::update::{OptimizerId, Update};
+#[cfg(feature = "cubecl-backend")]
+use crate::update_rule::Method;
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::decay::WeightDecayConfig;
@@ -71,11 +73,26 @@ impl Optimizer for Sgd {
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         super::overhear!(self, self.id, tensor, grad, state);
         let mut update = Update::begin(self.id, lr, &tensor, state);
+        let rate = update.lr();
+        super::put_off!(
+            update,
+            Method::Sgd {
+                velocity: self.momentum.as_ref().map(Momentum::rule)
+            },
+            self.weight_decay,
+            tensor,
+            grad,
+            &[&rate],
+            match self.momentum {
+                Some(_) => &[momentum_leaf::VELOCITY],
+                None => &[],
+            }
+        );
         let mut grad = super::decayed(grad, &tensor, self.weight_decay);
         if let Some(momentum) = &self.momentum {
             grad = momentum.transform(momentum_leaf::VELOCITY, grad, &mut update);
         }
-        let delta = update.lr().times(grad);
+        let delta = rate.times(grad);
         update.finish(tensor - delta)
     }
 

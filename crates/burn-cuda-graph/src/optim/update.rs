@@ -7,9 +7,15 @@
 //! - in a graphed step: scalars that move are slots of a device buffer (see `context`);
 //! - under loss scaling: the step count is on the device too, and where the step is skipped nothing changes.
 
+#[cfg(feature = "cubecl-backend")]
+use super::collect;
 use super::state::{Layout, OptimizerState, StateData, Steps};
 use crate::context::{self, Request};
+#[cfg(feature = "cubecl-backend")]
+use crate::multi::Entry;
 use crate::tensor::AnyTensor;
+#[cfg(feature = "cubecl-backend")]
+use crate::update_rule::{Constant, Method, Rule};
 use burn::tensor::{Bool, DType, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -306,6 +312,57 @@ impl<const D: usize, L: Layout> Update<D, L> {
         };
         self.leaves.push((leaf, AnyTensor::from_float(kept)));
         new
+    }
+
+    /// Put the update off, to be made by a kernel together with those of other parameters. `None` when it is to be made
+    /// now, by Burn's operations: nobody collects updates, or no kernel makes this one.
+    ///
+    /// `names` are those of the state, in the order of the method.
+    #[cfg(feature = "cubecl-backend")]
+    pub fn put_off(
+        &self,
+        method: Method,
+        penalty: Option<f32>,
+        [param, grad]: [&Tensor<D>; 2],
+        scalars: &[&Scalar],
+        names: &[&'static str],
+    ) -> Option<(Tensor<D>, Option<OptimizerState<D, L>>)> {
+        let any = |tensor: &Tensor<D>| AnyTensor::from_float(tensor.clone());
+        let plain = self.skip.is_none() && self.first.is_none();
+        let single = param.dtype() == DType::F32 && grad.dtype() == DType::F32;
+        if !plain || !single || !collect::collects(&any(param)) {
+            return None;
+        }
+        let scalars = (scalars.iter())
+            .map(|scalar| match scalar {
+                Scalar::Device(slot) => Some(slot.clone()),
+                Scalar::Host(_) => None,
+            })
+            .collect::<Option<Vec<_>>>()?;
+        let old: Vec<Tensor<D>> = names.iter().filter_map(|name| self.old(name)).collect();
+        let fits = |leaf: &Tensor<D>| leaf.dims() == param.dims();
+        let first = old.is_empty();
+        if !(first || old.len() == names.len() && old.iter().all(fits)) {
+            return None;
+        }
+        let entry = Entry {
+            rule: Rule {
+                method,
+                penalty: penalty.map(Constant::new),
+                first,
+            },
+            param: any(param),
+            grad: any(grad),
+            leaves: old.iter().map(any).collect(),
+            scalars,
+        };
+        let state = StateData {
+            clock: self.clock,
+            timed: L::TIME.is_some(),
+            steps: self.steps.clone(),
+            leaves: Vec::new(),
+        };
+        Some(collect::put_off(entry, state, names))
     }
 
     /// The parameter and the state after the step; `updated` is the parameter were it not skipped.

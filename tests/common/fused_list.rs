@@ -1,0 +1,37 @@
+// Included by the tests of both tiers; `device()` is theirs.
+
+#[test]
+#[serial]
+fn a_kernel_computes_burns_update() {
+    fused_bodies::a_kernel_computes_burns_update(&device())
+}
+
+#[test]
+#[serial]
+fn fused_updates_replay() {
+    fused_bodies::fused_updates_replay(&device())
+}
+
+#[test]
+#[serial]
+fn old_values_outlive_a_fused_update() {
+    fused_bodies::old_values_outlive_a_fused_update(&device())
+}
+
+#[test]
+#[serial]
+fn updates_that_are_not_fused() {
+    fused_bodies::updates_that_are_not_fused(&device())
+}
+
+#[test]
+#[serial]
+fn a_fused_clipping() {
+    fused_bodies::a_fused_clipping(&device())
+}
+
+#[test]
+#[serial]
+fn few_launches_update_all() {
+    fused_bodies::few_launches_update_all(&device())
+}
