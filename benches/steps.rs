@@ -34,13 +34,15 @@ use burn::nn::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
 use burn_cuda_graph::{
-    GraphConfig, GraphedStep, Policy, StepPath, StepRate, TensorTree, Training, optim as ours,
-    support, with_random,
+    GraphConfig, GraphedStep, Policy, StepPath, StepRate, Support, TensorTree, Training,
+    optim as ours, support, with_random,
 };
 use burn_cuda_graph_suite::bench::{
-    self, BenchCase, Memory, Net, OptimizerKind, Row, Summary, break_even_steps, idle_share,
+    self, BenchCase, KernelShare, Memory, Net, OptimizerKind, Row, Summary, break_even_steps,
+    idle_share,
 };
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
+use burn_cuda_graph_suite::device_trace::{Activity, busy_ns, by_name};
 use burn_cuda_graph_suite::environment::{self, Environment};
 use burn_cuda_graph_suite::models::{
     Gpt, GptConfig, LstmClassifier, LstmClassifierConfig, Mlp, MlpConfig, ResNet18, ResNet18Config,
@@ -75,6 +77,15 @@ struct Args {
     /// Width of ResNet-18.
     #[arg(long, default_value_t = 64)]
     width: usize,
+    /// Update all parameters of the graphed step together (`GraphConfig::with_fused_updates`).
+    #[arg(long)]
+    fused: bool,
+    /// Kernels of a replayed step to name in the JSON, the longest first, where the device is traced.
+    #[arg(long, default_value_t = 16)]
+    kernels: usize,
+    /// Set from the device.
+    #[arg(skip)]
+    device_is_cuda: bool,
     /// Also replay a thousand times, and capture and release twenty times, reading the memory held, where an eager step
     /// takes less than 25 ms.
     #[arg(long)]
@@ -232,9 +243,47 @@ fn launches(device: &Device, step: impl FnOnce()) -> (u64, Vec<String>) {
     (launches.count.load(Ordering::Relaxed), atomic)
 }
 
-/// Milliseconds in which the GPU computed or copied while `steps` ran, which ends with a wait for it. `None`, without
-/// running it, where nothing measures that.
-fn gpu_busy(_steps: &mut dyn FnMut()) -> Option<f64> {
+/// What the GPU did while `steps` ran, which end with a wait for it.
+#[derive(Default)]
+struct Traced {
+    /// Milliseconds in which it computed or copied.
+    busy_ms: f64,
+    /// Milliseconds from the first to the last of it.
+    span_ms: f64,
+    activities: Vec<Activity>,
+}
+
+/// `None` where nothing measures that.
+fn traced(cuda: bool, steps: &mut dyn FnMut()) -> Option<Traced> {
+    if !cuda {
+        return None;
+    }
+    let activities = trace(steps)?;
+    let first = activities.first()?.start_ns;
+    let last = activities.iter().map(|activity| activity.end_ns).max()?;
+    Some(Traced {
+        busy_ms: busy_ns(&activities) as f64 / 1e6,
+        span_ms: (last - first) as f64 / 1e6,
+        activities,
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn trace(steps: &mut dyn FnMut()) -> Option<Vec<Activity>> {
+    match burn_cuda_graph_suite::device_trace::Trace::start() {
+        Ok(trace) => {
+            steps();
+            Some(trace.finish())
+        }
+        Err(error) => {
+            eprintln!("no trace of the device: {error}");
+            None
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn trace(_steps: &mut dyn FnMut()) -> Option<Vec<Activity>> {
     None
 }
 
@@ -281,7 +330,8 @@ fn measure<M: Case>(
         step.seed(KEY);
         Ok::<_, Box<dyn Error>>(step)
     };
-    let never_recorded = || GraphConfig::new().with_warmup(u32::MAX);
+    let config = || GraphConfig::new().with_fused_updates(args.fused);
+    let never_recorded = || config().with_warmup(u32::MAX);
 
     // The first steps of a shape try several kernels, in our optimizer's as in Burn's; figures and comparisons come after.
     let started = Instant::now();
@@ -314,7 +364,7 @@ fn measure<M: Case>(
 
     // Equality: the same steps on both, compared bit by bit before anything is timed.
     let mut eager = stock();
-    let mut graphed = graphed_step(GraphConfig::new().with_policy(Policy::RequireGraph))?;
+    let mut graphed = graphed_step(config().with_policy(Policy::RequireGraph))?;
     // After three equal steps; Adam makes its moments in the first, which is not like the others.
     let recorded_at = match case.optimizer {
         OptimizerKind::Sgd => 3,
@@ -441,14 +491,15 @@ fn measure<M: Case>(
         }
     }
 
-    let eager_busy = gpu_busy(&mut || {
+    let cuda = args.device_is_cuda;
+    let eager_trace = traced(cuda, &mut || {
         for call in 0..args.calls {
             plain(&mut eager, batch(call), LR.into());
         }
         drop(inner.sync());
     });
     let mut failed = None;
-    let graphed_busy = gpu_busy(&mut || {
+    let graphed_trace = traced(cuda, &mut || {
         for call in 0..args.calls {
             failed = graphed.run(batch(call), LR).err().or(failed.take());
         }
@@ -492,8 +543,21 @@ fn measure<M: Case>(
     };
 
     let report = graphed.report();
-    let per_call = |busy: Option<f64>| busy.map(|ms| ms / args.calls as f64);
-    let (eager_busy, graphed_busy) = (per_call(eager_busy), per_call(graphed_busy));
+    let calls = args.calls as f64;
+    let per_call = |trace: &Option<Traced>| trace.as_ref().map(|trace| trace.busy_ms / calls);
+    let idle = |trace: &Option<Traced>| {
+        (trace.as_ref()).map(|trace| idle_share(trace.busy_ms, trace.span_ms))
+    };
+    let kernels = graphed_trace.as_ref().map_or_else(Vec::new, |trace| {
+        let shares = by_name(&trace.activities).into_iter().take(args.kernels);
+        shares
+            .map(|(name, count, ns)| KernelShare {
+                name,
+                per_step: count as f64 / calls,
+                us_per_step: ns as f64 / 1e3 / calls,
+            })
+            .collect()
+    });
     Ok(Row {
         case: case.net.name().to_string(),
         batch: sizes.batch,
@@ -531,10 +595,12 @@ fn measure<M: Case>(
         break_even_steps: (report.median_capture_ms)
             .and_then(|capture| break_even_steps(capture, ea.median, ga.median)),
         bytes_held: report.bytes_held,
-        eager_gpu_busy_ms: eager_busy,
-        eager_gpu_idle_share: eager_busy.map(|busy| idle_share(busy, ea.median)),
-        gpu_busy_ms: graphed_busy,
-        gpu_idle_share: graphed_busy.map(|busy| idle_share(busy, ga.median)),
+        eager_gpu_busy_ms: per_call(&eager_trace),
+        eager_gpu_idle_share: idle(&eager_trace),
+        gpu_busy_ms: per_call(&graphed_trace),
+        gpu_idle_share: idle(&graphed_trace),
+        fused_updates: args.fused,
+        kernels,
         replayed: report.replayed,
         equality_steps,
         losses_equal,
@@ -723,6 +789,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let (device, why) = device::open(args.device)?;
     println!("{why}; {}", support(&device));
+    args.device_is_cuda = support(&device) == Support::Hardware;
     let device = device.autodiff();
     let environment = Environment::of(&device, support(&device).to_string());
     print_header();

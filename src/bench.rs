@@ -186,6 +186,17 @@ pub fn idle_share(busy_ms: f64, step_ms: f64) -> f64 {
     (1.0 - busy_ms / step_ms).max(0.0)
 }
 
+/// A kernel's part in a replayed step.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct KernelShare {
+    /// Its name, or `copy` or `fill`.
+    pub name: String,
+    /// How often it runs.
+    pub per_step: f64,
+    /// Microseconds of all of them.
+    pub us_per_step: f64,
+}
+
 /// What was measured of one case. `benches/results/README.md` says what each field is, and what it is not.
 #[derive(Clone, Debug, Default, Serialize)]
 #[allow(missing_docs)]
@@ -229,6 +240,8 @@ pub struct Row {
     pub eager_gpu_idle_share: Option<f64>,
     pub gpu_busy_ms: Option<f64>,
     pub gpu_idle_share: Option<f64>,
+    pub fused_updates: bool,
+    pub kernels: Vec<KernelShare>,
     pub replayed: u64,
     pub equality_steps: usize,
     pub losses_equal: bool,

@@ -10,6 +10,7 @@
 pub mod bench;
 pub mod data;
 pub mod device;
+pub mod device_trace;
 pub mod doctor;
 pub mod environment;
 pub mod example;

@@ -10,11 +10,11 @@
 //!
 //! - `launches` are the moments in which launches were issued, heard by CubeCL's launch observer. A replay issues none of
 //!   the recorded ones again: what is left are the copies around it.
-//! - `device` of the eager step is of another step of the same kind, in which every kernel is bracketed by two events.
-//!   The brackets make the host slower, so its kernels are moved together only where the host was the limit; lengths are
-//!   right, the gaps are wider than in the step above them.
-//! - `device` of the replayed step is one window around the whole call: copies in, graph, copies out. What single kernels
-//!   take inside a graph is for Nsight Systems (`docs/nsight.md`).
+//! - `device` is of another step of the same kind, the first kernel at zero. With CUPTI (it comes with the CUDA toolkit)
+//!   each kernel and copy is shown as it ran, those inside the graph too; tracing makes the step a little longer.
+//! - Without CUPTI every kernel of the eager step is bracketed by two events. The brackets make the host slower, so its
+//!   kernels are moved together only where the host was the limit; lengths are right, the gaps are wider than in the step
+//!   above them. The replayed step is then one window around the whole call: copies in, graph, copies out.
 //! - On wgpu there are host rows only: its launches are encoded and submitted in batches, and what timestamps it has do
 //!   not lie on one clock with the host.
 
@@ -141,9 +141,14 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     drop(observation);
     let mut rows = vec![spans.row(), names.row(spans.started)];
     if on_device {
-        rows.push(kernels(&inner, || {
+        let mut step = || {
             eager(&mut plain, batch.clone(), LR, &loss, &mut Spans::default());
-        })?);
+            Ok(())
+        };
+        rows.push(match traced(&inner, &mut step)? {
+            Some(row) => row,
+            None => kernels(&inner, || drop(step()))?,
+        });
     }
     let launches = rows[1].events.len();
     steps.push(Step {
@@ -162,7 +167,11 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     }
     let mut rows = vec![spans.row(), names.row(spans.started)];
     if on_device {
-        rows.push(window(&inner, || graphed.run(batch.clone(), LR))?);
+        let mut step = || graphed.run(batch.clone(), LR).map(drop).map_err(Into::into);
+        rows.push(match traced(&inner, &mut step)? {
+            Some(row) => row,
+            None => window(&inner, step)?,
+        });
     }
     let left = rows[1].events.len();
     steps.push(Step {
@@ -172,7 +181,7 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 
     let note = match on_device {
         true => {
-            "One step each. Device row of the eager step: kernels bracketed by events, of another step."
+            "One step each. The device rows are of other steps of the same kind, which were traced."
         }
         false => "One step each, host only: no device times on wgpu.",
     };
@@ -298,6 +307,35 @@ fn short(kernel: &str) -> String {
     type_name_format(kernel, TypeNameFormatLevel::Balanced)
 }
 
+/// What the device did in a step, the first of it at zero, as CUPTI saw it; `None` without CUPTI.
+#[cfg(feature = "cuda")]
+fn traced(
+    device: &Device,
+    step: &mut dyn FnMut() -> Result<(), Box<dyn Error>>,
+) -> Result<Option<Row>, Box<dyn Error>> {
+    let trace = match burn_cuda_graph_suite::device_trace::Trace::start() {
+        Ok(trace) => trace,
+        Err(error) => {
+            println!("        No kernels inside the graph: {error}.");
+            return Ok(None);
+        }
+    };
+    step()?;
+    device.sync()?;
+    let us = |ns: u64| ns as f64 / 1e3;
+    let events = (trace.finish().into_iter())
+        .map(|activity| Event::span(activity.name, us(activity.start_ns), us(activity.end_ns)));
+    Ok(Some(device_row(events.collect())))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn traced(
+    _device: &Device,
+    _step: &mut dyn FnMut() -> Result<(), Box<dyn Error>>,
+) -> Result<Option<Row>, Box<dyn Error>> {
+    Ok(None)
+}
+
 /// The kernels of a step on the device, the first one at zero.
 fn kernels(device: &Device, step: impl FnOnce()) -> Result<Row, Box<dyn Error>> {
     let launches = Arc::new(Launches::new(TimingRequest::Deferred));
@@ -321,9 +359,9 @@ fn kernels(device: &Device, step: impl FnOnce()) -> Result<Row, Box<dyn Error>> 
 }
 
 /// A whole call on the device.
-fn window<R, E: Error + 'static>(
+fn window(
     device: &Device,
-    call: impl FnOnce() -> Result<R, E>,
+    call: impl FnOnce() -> Result<(), Box<dyn Error>>,
 ) -> Result<Row, Box<dyn Error>> {
     let Some(client) = client(device) else {
         return Ok(device_row(Vec::new()));
