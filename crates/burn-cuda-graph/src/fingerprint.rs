@@ -14,8 +14,8 @@ use crate::lifecycle::Verdict;
 use crate::shape_key::HostField;
 use burn_fusion::observer::FusionObserver;
 use burn_ir::{
-    FloatOperationIr, IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr,
-    TensorStatus,
+    BaseOperationIr, FloatOperationIr, IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr,
+    TensorId, TensorIr, TensorStatus,
 };
 use cubecl_runtime::logging::LaunchObserver;
 use std::collections::{HashMap, HashSet};
@@ -155,7 +155,7 @@ impl Fingerprint {
     }
 
     /// For each tensor of the state: whether the operation that updates it may overwrite it. That is so where nothing
-    /// uses the old value any more: every other operation on it, or on what may be a view of it, is one that the update
+    /// uses the old value any more: every other operation that reads it, or what may be a view of it, is one that the update
     /// waits for, and neither the state nor an output after the step is such a view.
     pub fn overwritable(&self) -> Vec<bool> {
         let updates: Vec<usize> = (self.operations.iter().enumerate())
@@ -182,7 +182,7 @@ impl Fingerprint {
                 if index == update || !inputs(index).any(|input| views.contains(&input)) {
                     continue;
                 }
-                if !waited_for.contains(&index) {
+                if !waited_for.contains(&index) && !only_a_view(operation) {
                     return false;
                 }
                 if may_be_a_view(operation) {
@@ -494,6 +494,15 @@ fn is_update(operation: &OperationIr) -> bool {
     matches!(operation, OperationIr::Custom(custom) if custom.id == crate::multi::UPDATE)
 }
 
+/// Whether the operation reads no value: its result is its input, seen otherwise.
+fn only_a_view(operation: &OperationIr) -> bool {
+    use BaseOperationIr::{Expand, Permute, SwapDims};
+    matches!(
+        operation,
+        OperationIr::BaseFloat(SwapDims(_) | Permute(_) | Expand(_))
+    )
+}
+
 /// Whether a result of the operation may lie in the memory of an input. Arithmetic and modules write memory of their
 /// own; whatever else there is may be a reshape.
 fn may_be_a_view(operation: &OperationIr) -> bool {
@@ -574,7 +583,7 @@ fn describe(operation: &OperationIr) -> String {
 mod tests {
     use super::*;
     use burn::tensor::{DType, Shape};
-    use burn_ir::{BinaryOpIr, RandomOpIr, ScalarOpIr};
+    use burn_ir::{BinaryOpIr, CustomOpIr, RandomOpIr, ScalarOpIr, SwapDimsOpIr};
 
     fn tensor(id: u64) -> TensorIr {
         TensorIr {
@@ -612,6 +621,78 @@ mod tests {
             outputs: vec![],
         };
         Fingerprint::new(operations, &tensors, None)
+    }
+
+    /// Of a state of one tensor, whether its update may overwrite it.
+    fn overwritable(operations: Vec<OperationIr>, outputs: Vec<u64>) -> bool {
+        let tensors = StepTensors {
+            state_before: vec![1],
+            batch: vec![2],
+            state_after: vec![50],
+            outputs,
+        };
+        Fingerprint::new(operations, &tensors, None).overwritable() == [true]
+    }
+    fn update(param: u64, grad: u64, out: u64) -> OperationIr {
+        let inputs = [tensor(3), tensor(param), tensor(grad)];
+        OperationIr::Custom(CustomOpIr::new(
+            crate::multi::UPDATE,
+            &inputs,
+            &[tensor(out)],
+        ))
+    }
+    fn transpose(input: u64, out: u64) -> OperationIr {
+        OperationIr::BaseFloat(BaseOperationIr::SwapDims(SwapDimsOpIr {
+            input: tensor(input),
+            out: tensor(out),
+            dim1: 0,
+            dim2: 1,
+        }))
+    }
+
+    /// An update may overwrite a parameter only where nothing else uses the old value, itself or through a view.
+    #[test]
+    fn an_update_overwrites_what_nobody_reads_any_more() {
+        // The gradient 10 is made of the parameter and the batch.
+        let used = || add(1, 2, 10);
+        assert!(overwritable(vec![used(), update(1, 10, 50)], vec![]));
+        // Through a view on the way to the gradient, and a view that nobody reads.
+        let views = vec![
+            transpose(1, 20),
+            add(20, 2, 10),
+            transpose(1, 21),
+            update(1, 10, 50),
+        ];
+        assert!(overwritable(views, vec![]));
+        // The step after the update, a value that the update does not wait for, the same through a view.
+        let later = vec![used(), update(1, 10, 50), scale(1, 2.0, 30)];
+        assert!(!overwritable(later, vec![]));
+        let beside = vec![used(), scale(1, 2.0, 30), update(1, 10, 50)];
+        assert!(!overwritable(beside, vec![]));
+        let beside = vec![
+            used(),
+            transpose(1, 20),
+            scale(20, 2.0, 30),
+            update(1, 10, 50),
+        ];
+        assert!(!overwritable(beside, vec![]));
+        let later = vec![
+            used(),
+            transpose(1, 20),
+            update(1, 10, 50),
+            scale(20, 2.0, 30),
+        ];
+        assert!(!overwritable(later, vec![]));
+        // Handed out, itself or as a view.
+        assert!(!overwritable(vec![used(), update(1, 10, 50)], vec![1]));
+        let returned = vec![used(), transpose(1, 20), update(1, 10, 50)];
+        assert!(!overwritable(returned, vec![20]));
+        // Its own gradient is a view of it, or nothing updates it.
+        assert!(!overwritable(
+            vec![transpose(1, 20), update(1, 20, 50)],
+            vec![]
+        ));
+        assert!(!overwritable(vec![used(), add(1, 10, 50)], vec![]));
     }
 
     /// The same step on other buffers is the same; a neighbour's operations do not belong to it.
