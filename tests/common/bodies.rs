@@ -901,6 +901,34 @@ pub fn a_replay_is_not_held_back(device: &Device) {
     assert_eq!(step.report().replayed, 36);
 }
 
+/// A trial of `Policy::Adaptive` takes the caller's own steps, and whatever it finds, training goes on as plain Burn's.
+pub fn a_trial_takes_ordinary_steps(device: &Device) {
+    let (device, model, twin) = twins::<Mlp>(device);
+    let mut eager = Eager::new(twin, &device);
+    let config = GraphConfig::new().with_policy(Policy::Adaptive);
+    let mut step = graphed(model, config, &device);
+    for index in 0..30 {
+        let out = step.run(batch(&device, index, 64), LR).expect("runs");
+        match index {
+            0..3 => assert_eq!(word(&out), "warming-up"),
+            3 => assert_eq!(word(&out), "recorded"),
+            4..12 => assert_eq!(word(&out), "timed"),
+            12..18 => assert_eq!(word(&out), "replayed"),
+            _ => assert!(["replayed", "replay-does-not-pay"].contains(&word(&out))),
+        }
+        eager.step(batch(&device, index, 64), LR);
+        assert_same(
+            &bits(&step.model()),
+            &bits(&eager.model),
+            format_args!("step {index}"),
+        );
+    }
+    let report = step.report();
+    assert_eq!(report.steps(), 30);
+    assert_eq!(report.fallbacks["timed"], 8, "{report}");
+    assert!(report.replayed >= 6, "{report}");
+}
+
 /// Two states that trade tensors in the step: each must be read before its buffer is written.
 pub fn states_that_swap(device: &Device) {
     let (device, first, first_twin) = twins::<Mlp>(device);

@@ -454,3 +454,9 @@ fn rates_for_nameless_parameters() {
 fn a_replay_is_not_held_back() {
     bodies::a_replay_is_not_held_back(&device())
 }
+
+#[test]
+#[serial]
+fn a_trial_takes_ordinary_steps() {
+    bodies::a_trial_takes_ordinary_steps(&device())
+}
