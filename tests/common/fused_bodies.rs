@@ -2,16 +2,16 @@
 
 use crate::common::state_bodies::optimizer;
 use crate::common::{
-    Batch, CUT_TOLERANCE, Mlp, Net, assert_same, assert_same_or_near, batch, bits, closure,
+    Batch, CUT_TOLERANCE, LR, Mlp, Net, assert_same, assert_same_or_near, batch, bits, closure,
     kernels_during, required, twins, value, word,
 };
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData, activation::relu};
 use burn_cuda_graph::optim::clip_by_global_norm;
-use burn_cuda_graph::{GraphConfig, GraphedStep, Policy, StepError, StepRate, Training};
+use burn_cuda_graph::{GraphConfig, GraphedFn, GraphedStep, Policy, StepError, StepRate, Training};
 
 /// 32-31-7-8: layers whose sizes divide by four and layers whose sizes do not.
 #[derive(Module, Debug)]
@@ -283,4 +283,139 @@ pub fn a_fused_clipping(device: &Device) {
             .fold(0f32, f32::max);
         assert!(apart < 1e-5, "{apart:e}");
     }
+}
+
+/// A linear layer whose weight lies in memory column by column.
+#[derive(Module, Debug)]
+pub struct ColNet {
+    layer: Linear,
+}
+
+impl Net for ColNet {
+    fn make(device: &Device) -> Self {
+        let config = LinearConfig::new(32, 8).with_layout(LinearLayout::Col);
+        Self {
+            layer: config.init(device),
+        }
+    }
+    fn run(&self, x: Tensor<2>) -> Tensor<2> {
+        self.layer.forward(x)
+    }
+}
+
+/// Moments that come from a record lie otherwise than a parameter that is stored by columns.
+pub fn a_resumed_update_of_a_transposed_parameter(device: &Device) {
+    let (device, model, twin) = twins::<ColNet>(device);
+    let (first, _) = optimizer("adam");
+    let (fresh, mut theirs) = optimizer("adam");
+    let (mut first, mut model, mut twin) = (first, model, twin);
+    for index in 0..2 {
+        let grads = registered(&model, gradients(&model, index));
+        model = first.step(0.01, model, grads);
+        let grads = registered(&twin, gradients(&twin, index));
+        twin = theirs.step(0.01, twin, grads);
+    }
+    let resumed = fresh.load_record(first.to_record());
+    let mut step = GraphedStep::new(
+        Training::new(model, resumed),
+        fused(),
+        |t: &mut Training<ColNet>, flat: Vec<Tensor<1>>, lr: StepRate| {
+            let grads = registered(t.model(), flat);
+            t.optimize(lr, grads);
+        },
+    )
+    .expect("one device");
+    for index in 2..10 {
+        let out = step.run(gradients(&twin, index), 0.01).expect("runs");
+        assert!(out.path.is_graph() || index < 7, "{}", out.path);
+        let grads = registered(&twin, gradients(&twin, index));
+        twin = theirs.step(0.01, twin, grads);
+        let (ours, theirs) = (bits(&step.model()), bits(&twin));
+        assert_same_or_near(
+            &device,
+            &ours,
+            &theirs,
+            CUT_TOLERANCE,
+            format_args!("step {index}"),
+        );
+    }
+}
+
+/// Steps that stay eager and are not watched, one after the other at rates that move, with nothing read in between: each
+/// update uses its own rate.
+pub fn eager_steps_in_a_row_keep_their_rates(device: &Device) {
+    let (device, model, twin) = twins::<OddNet>(device);
+    let (ours, mut theirs) = optimizer("adam");
+    let mut twin = twin;
+    let mut step = GraphedStep::new(
+        Training::new(model, ours),
+        GraphConfig::new().with_fused_updates(true),
+        |t: &mut Training<OddNet>, (flat, _): (Vec<Tensor<1>>, Tensor<1>), lr: StepRate| {
+            let grads = registered(t.model(), flat);
+            t.optimize(lr, grads);
+        },
+    )
+    .expect("one device");
+    let all: Vec<_> = (0..60)
+        .map(|index| {
+            (
+                gradients(&twin, index),
+                Tensor::<1>::ones([index + 1], &device),
+            )
+        })
+        .collect();
+    let rate = |index: usize| 0.01 / (1 + index % 7) as f64;
+    for (index, given) in all.into_iter().enumerate() {
+        let out = step.run(given, rate(index)).expect("runs");
+        assert!(!out.path.is_graph(), "{}", out.path);
+    }
+    for index in 0..60 {
+        let grads = registered(&twin, gradients(&twin, index));
+        twin = theirs.step(rate(index), twin, grads);
+    }
+    let report = step.report();
+    assert!(report.fallbacks["never-settles"] >= 30, "{report}");
+    let (ours, theirs) = (bits(&step.model()), bits(&twin));
+    assert_same_or_near(&device, &ours, &theirs, CUT_TOLERANCE, "at the end");
+}
+
+/// Training and evaluation by replay, handed over with other operations pending around them and nothing waited for, see the
+/// same states as when each is waited for.
+pub fn replays_keep_their_order(device: &Device) {
+    let run = |wait: bool| {
+        let (device, model, _) = twins::<Mlp>(device);
+        let inner = device.clone().inner();
+        let training = Training::new(model, optimizer("sgd").0);
+        let closure = closure::<Mlp, _>(&device, |_| {});
+        let mut step = GraphedStep::new(training, required(), closure).expect("one device");
+        let loss = CrossEntropyLossConfig::new().init(&device.clone().inner());
+        let mut eval = GraphedFn::read_only(required(), move |t: &Training<Mlp>, (x, y): Batch| {
+            loss.forward(t.model().valid().run(x.inner()), y.inner())
+        });
+        let mut total = Tensor::<1>::zeros([1], &inner);
+        let mut seen = Vec::new();
+        let settle = || {
+            if wait {
+                inner.sync().expect("syncs");
+            }
+        };
+        for index in 0..24 {
+            let (x, y) = batch(&device, index, 64);
+            // Operations that nothing has launched yet, before and after.
+            let pending = x * 0.5 - 0.25;
+            let out = step.run((pending, y), LR).expect("runs");
+            settle();
+            total = total + out.output.inner() * 2.0;
+            let held = batch(&device, 100, 64);
+            let out = eval.call(step.shared(), held).expect("runs");
+            settle();
+            seen.push(out.output.clone());
+            total = total + out.output.abs();
+        }
+        assert!(step.report().replayed >= 18 && eval.report().replayed >= 18);
+        let seen: Vec<u32> = seen.iter().map(|loss| value(loss).to_bits()).collect();
+        (seen, value(&total).to_bits(), bits(&step.model()))
+    };
+    run(false);
+    assert_eq!(run(false), run(true));
 }

@@ -35,3 +35,21 @@ fn a_fused_clipping() {
 fn few_launches_update_all() {
     fused_bodies::few_launches_update_all(&device())
 }
+
+#[test]
+#[serial]
+fn a_resumed_update_of_a_transposed_parameter() {
+    fused_bodies::a_resumed_update_of_a_transposed_parameter(&device())
+}
+
+#[test]
+#[serial]
+fn eager_steps_in_a_row_keep_their_rates() {
+    fused_bodies::eager_steps_in_a_row_keep_their_rates(&device())
+}
+
+#[test]
+#[serial]
+fn replays_keep_their_order() {
+    fused_bodies::replays_keep_their_order(&device())
+}

@@ -315,7 +315,7 @@ pub(crate) enum Mode {
 pub(crate) trait SlotSource: Send {
     /// The `[1]` tensor of slot `index`, in `dtype`; `None` when there is no room.
     fn tensor(&mut self, index: usize, dtype: DType) -> Option<Tensor<1>>;
-    /// Write the slot, before any operation that is launched from now on.
+    /// Write the slot, before any operation that is launched from now on: the queue is to hold none that reads it.
     fn write(&mut self, index: usize, dtype: DType, value: f64);
 }
 

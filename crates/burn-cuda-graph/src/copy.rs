@@ -61,11 +61,11 @@ fn copy_line<E: Numeric, N: Size>(src: &[Vector<E, N>], dst: &mut [Vector<E, N>]
 /// buffer (its address and its length).
 const PARAMETER_BYTES: usize = 4096 - 256;
 
-/// Groups of `buffers` buffers and a start that one launch takes.
-pub(crate) fn groups_per_launch(client: &Client, buffers: usize) -> usize {
+/// Groups of `buffers` buffers and a start that one launch takes, beside `more` buffers.
+pub(crate) fn groups_per_launch(client: &Client, buffers: usize, more: usize) -> usize {
     // One binding is for the kernel's own metadata.
     let bindings = client.properties().hardware.max_bindings as usize;
-    let by_bindings = bindings.saturating_sub(1) / buffers;
+    let by_bindings = bindings.saturating_sub(1 + more) / buffers;
     by_bindings.min(PARAMETER_BYTES / (4 + 12 * buffers)).max(1)
 }
 
@@ -146,7 +146,7 @@ pub(crate) fn copy_all(pairs: &[(CubeTensor, CubeTensor)]) -> u64 {
         if same_buffer(src, dst) || bytes(src) == 0 {
             continue;
         }
-        match same_layout(src, dst) {
+        match same_layout(src, dst) && words(src, element(src)) < MAX_POSITIONS {
             true => flat.push((element(src), pair)),
             false => {
                 let src = burn_cubecl::kernel::untile(src.clone());
@@ -187,7 +187,7 @@ pub(crate) fn launches(tensors: &[CubeTensor]) -> u64 {
             None => kinds.push((elem, wide, 1)),
         }
     }
-    let most = groups_per_launch(client, 2);
+    let most = groups_per_launch(client, 2, 0);
     let of = |(_, _, count): (ElemType, bool, usize)| count.div_ceil(most) as u64;
     kinds.into_iter().map(of).sum()
 }
@@ -214,7 +214,7 @@ fn launch_flat(pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) -> u64 {
     };
     let (wide, narrow): (Vec<_>, Vec<_>) =
         (pairs.iter().copied()).partition(|pair| wide(&client, &pair.0, elem));
-    let most = groups_per_launch(&client, 2);
+    let most = groups_per_launch(&client, 2, 0);
     let mut launches = 0;
     for (width, pairs) in [(LINE, wide), (1, narrow)] {
         let mut pairs = pairs.as_slice();

@@ -434,9 +434,9 @@ mod device {
             // SAFETY:
             // - Liveness: as in `replay`.
             // - No concurrent use: as in `replay`, but for `_pool`. What stands in for it is the queue: this is an
-            //   operation of the stream that the graph was captured on, and everything else that works on its buffers
-            //   (copies in and out, other graphs of the state, eager steps) is enqueued by an operation before or after
-            //   it, or by a caller who waited for the queue to run empty.
+            //   operation of the stream that the graph was captured on. Its copies are enqueued by it, other graphs of the
+            //   state by operations that a token ties to this one, in their order; and all else that works on the buffers
+            //   is enqueued by a caller who waited for the queue to run empty.
             // - Same stream: operations run with their stream as the current one, and `GraphedStep` hands a replay over
             //   on the stream that its graph was captured on.
             unsafe { burn_cubecl::CubeBackend::graph_replay(device, graph) }

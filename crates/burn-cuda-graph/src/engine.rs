@@ -105,8 +105,9 @@ struct Entry<F, G> {
     replays: u64,
     /// Why its last eager step was eager.
     last: Option<FallbackReason>,
-    /// Calls with this key.
+    /// Calls with this key, and all calls before the first of them.
     seen: u64,
+    calls_before: u64,
     /// Replays of the graph it has.
     earned: u64,
     /// Whether its graph pays is being found out.
@@ -128,6 +129,7 @@ impl<F, G> Entry<F, G> {
             replays: 0,
             last: None,
             seen: 0,
+            calls_before: 0,
             earned: 0,
             trial: None,
             found: None,
@@ -227,7 +229,9 @@ impl<F, G> Engine<F, G> {
                 (None, _) => {}
             }
             let frequency = entry.left.as_mut();
-            if frequency.is_some_and(|left| left.changed(self.calls, entry.seen)) {
+            if frequency
+                .is_some_and(|left| left.changed(self.calls - entry.calls_before, entry.seen))
+            {
                 entry.left = None;
                 entry.lifecycle.restart();
             }
@@ -241,7 +245,9 @@ impl<F, G> Engine<F, G> {
         }
         let (warmup, retries) = (self.config.warmup, self.config.room_retries);
         let entry = self.cache.entry(&key, || Entry::new(warmup, retries));
-        entry.seen += u64::from(new);
+        if new {
+            (entry.seen, entry.calls_before) = (1, self.calls - 1);
+        }
         let decision = entry.lifecycle.decide();
         self.last_key = Some(key.clone());
 
@@ -554,12 +560,14 @@ impl<F, G> Engine<F, G> {
                 (output, StepPath::Eager(reason))
             }
         };
-        if turn.timed {
-            host.wait()?;
-        }
+        // The step is taken, whatever the device says now: it will say so again at the next call.
+        let waited = !turn.timed || host.wait().is_ok();
         let Some(entry) = self.cache.get_mut(&key) else {
             return Ok(taken);
         };
+        if !waited {
+            entry.trial = None;
+        }
         let Some(trial) = entry.trial.as_mut() else {
             return Ok(taken);
         };
@@ -589,7 +597,7 @@ impl<F, G> Engine<F, G> {
         if let Some(entry) = self.cache.get_mut(key) {
             entry.graph = None;
             entry.bytes = 0;
-            entry.left = Some(Frequency::new(calls, entry.seen));
+            entry.left = Some(Frequency::new(calls - entry.calls_before, entry.seen));
             entry.lifecycle.refuse(reason);
         }
     }
@@ -1070,7 +1078,6 @@ mod tests {
         }
     }
 
-    /// A learning rate that moves is named as such, not as a warm-up without end.
     /// An engine that keeps what pays, and a host with these times of a step.
     fn adaptive(eager_ms: u64, replay_ms: u64) -> (Engine<u64, Graph>, Scripted) {
         let config = GraphConfig::new()
@@ -1149,6 +1156,7 @@ mod tests {
         assert!(needed > 6, "{needed}");
     }
 
+    /// A learning rate that moves is named as such, not as a warm-up without end.
     #[test]
     fn a_moving_learning_rate_is_named() {
         let mut engine = Engine::new(GraphConfig::new());

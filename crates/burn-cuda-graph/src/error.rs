@@ -382,7 +382,7 @@ pub enum StepError {
         /// The device's own words.
         detail: String,
     },
-    /// The device failed outside a replay.
+    /// The device failed outside a replay, or a replay of an earlier call did not run.
     #[error("the device failed while {doing}: {detail}")]
     Device {
         /// What was under way.

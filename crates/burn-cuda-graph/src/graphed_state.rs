@@ -73,6 +73,7 @@ impl<S: StepState> GraphedState<S> {
     /// are those of the last step.
     pub fn state(&self) -> S {
         self.core.pinned(|| {
+            self.core.warn_of_failures();
             let live = state::tensors_of(&self.state);
             let mut copies = live.iter().map(|tensor| self.core.user_copy(tensor));
             // Copies keep the autodiff association of the live tensors, which the independent containers may lack.
@@ -91,6 +92,7 @@ impl<S: StepState> GraphedState<S> {
             mut state, core, ..
         } = self;
         core.pinned(|| {
+            core.warn_of_failures();
             state.settle();
             state.advance_clocks(&|clock| core.pending(clock));
         });

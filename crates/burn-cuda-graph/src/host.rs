@@ -15,7 +15,7 @@ use crate::lifecycle::{Refusal, Verdict};
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
 use crate::random::{self, DrawScope};
 use crate::ranges::{Phase, range};
-use crate::replay::{Queue, Replay};
+use crate::replay::{Call, Queue, Replay, Token};
 use crate::scalars::{self, DeviceScalars, SharedScalars};
 use crate::shape_key::{HostField, ShapeKey};
 use crate::state::{self, StepState};
@@ -59,6 +59,7 @@ pub(crate) struct HostCore {
     queue: Arc<Queue>,
     /// Graphs that were given up for one of the same operations: the metadata that it uses too would go with them.
     given_up: Vec<SealedGraph>,
+    token: Token,
 }
 
 fn next_generation() -> u64 {
@@ -72,7 +73,7 @@ struct Ticks {
     by: HashMap<u64, u64>,
     /// The parts of the state that it was recorded over.
     parts: Vec<u64>,
-    pending: AtomicU64,
+    pending: Arc<AtomicU64>,
 }
 
 impl HostCore {
@@ -96,6 +97,7 @@ impl HostCore {
             generation: next_generation(),
             queue: Arc::default(),
             given_up: Vec::new(),
+            token: Token::default(),
         }
     }
 
@@ -107,13 +109,16 @@ impl HostCore {
     }
 
     /// A replay that was handed over by an earlier call and did not run.
-    fn check_queue(&self) -> Result<(), StepError> {
+    fn check_queue(&mut self) -> Result<(), StepError> {
         match self.queue.failure() {
             None => Ok(()),
-            Some(detail) => Err(StepError::Device {
-                doing: "replaying earlier steps".into(),
-                detail,
-            }),
+            Some(detail) => {
+                self.token.renew();
+                Err(StepError::Device {
+                    doing: "replaying an earlier call's step, which was not taken".into(),
+                    detail,
+                })
+            }
         }
     }
 
@@ -216,7 +221,7 @@ impl HostCore {
         self.catch_up();
         if let Some(scalars) = &self.scalars {
             let values = self.scalar_values(graph, rates);
-            scalars::lock(scalars).write_all(random, &values);
+            scalars::lock(scalars).writer().write_all(random, &values);
         }
     }
 
@@ -233,6 +238,7 @@ impl HostCore {
         self.ticks.clear();
         self.last = None;
         self.given_up.clear();
+        self.token.renew();
         let stream = self.stream;
         if let Some(pool) = &mut self.pool {
             // What was copied out of the buffers has to have been before they are let go of.
@@ -265,8 +271,19 @@ impl HostCore {
     /// A copy of `tensor` that no replay writes.
     pub fn user_copy(&self, tensor: &AnyTensor) -> AnyTensor {
         match self.attached {
-            true => duplicate_like(tensor),
+            true => {
+                self.catch_up();
+                duplicate_like(tensor)
+            }
             false => tensor.clone(),
+        }
+    }
+
+    /// Say of a state that is handed out what the next call would be told.
+    pub fn warn_of_failures(&self) {
+        self.catch_up();
+        if let Some(detail) = self.queue.peek() {
+            log::error!("the state lacks steps whose replays did not run: {detail}");
         }
     }
 
@@ -298,6 +315,9 @@ impl Stream {
 #[derive(Debug)]
 pub(crate) struct Sealed<O> {
     replay: Arc<Replay>,
+    /// Hold the tensors that the graph reads and writes, as Burn sees them.
+    _inputs: Pinned,
+    _outputs: Pinned,
     /// The recorded output, whose tensors every replay overwrites.
     output: O,
     held: Held,
@@ -381,7 +401,7 @@ impl<O> Sealed<O> {
     /// Enqueue the graph alone.
     pub fn replay_bare(&self, core: &mut HostCore) -> Result<(), String> {
         match core.pool.as_mut() {
-            Some(pool) => self.replay.graph.replay(pool),
+            Some(pool) => self.replay.graph().replay(pool),
             None => Err("the graph's pool is gone".to_string()),
         }
     }
@@ -438,12 +458,12 @@ where
         });
         self.detach();
         if watch == Watch::Off || self.core.pool.is_none() {
-            let output = self.run_eager(Mode::Plain).0;
+            let output = self.unwatched();
             self.wait_if_timed()?;
             return Ok((output, None));
         }
         let Some(_watching) = watching() else {
-            return Ok((self.run_eager(Mode::Plain).0, None));
+            return Ok((self.unwatched(), None));
         };
         match watch {
             Watch::Rehearse => self.rehearse(),
@@ -531,6 +551,7 @@ where
 {
     fn replay_once(&mut self, graph: &Sealed<O>) -> Result<O, NoReplay> {
         if let Some(detail) = self.core.queue.failure() {
+            self.core.token.renew();
             return Err(NoReplay::Failed(detail));
         }
         let attached = self.core.attached;
@@ -559,12 +580,20 @@ where
             pool.drain();
         }
         let values = self.core.scalar_values(graph, self.rates);
-        let device = &self.core.device;
-        let (queue, random) = (&self.core.queue, self.random);
-        let outputs = (graph.replay)
-            .enqueue(device, queue, random, values, self.tensors)
-            .map_err(NoReplay::Failed)?;
-        graph.ticks.pending.fetch_add(1, Ordering::Relaxed);
+        graph.ticks.pending.fetch_add(1, Ordering::AcqRel);
+        let call = Call {
+            device: &self.core.device,
+            queue: &self.core.queue,
+            token: &mut self.core.token,
+            pending: &graph.ticks.pending,
+            random: self.random,
+            values,
+            batch: self.tensors,
+        };
+        let outputs = graph.replay.enqueue(call).map_err(|detail| {
+            graph.ticks.pending.fetch_sub(1, Ordering::AcqRel);
+            NoReplay::Failed(detail)
+        })?;
         let mut outputs = outputs.into_iter();
         let output = graph
             .output
@@ -585,6 +614,7 @@ where
             return self.replay_once(graph);
         };
         let _range = range(Phase::Verification);
+        self.core.catch_up();
         self.core.settle_clocks(self.state);
         let live = self.state.clone();
         let copies: Vec<AnyTensor> = state::tensors_of(self.state)
@@ -656,6 +686,8 @@ where
     /// Move the state out of the graph-owned buffers, before anything but a replay works on it: what an eager step
     /// leaves as it was, or returns, must not be what a later replay writes.
     fn detach(&mut self) {
+        // What reads the buffers from here on is not tied to the replays that write them.
+        self.core.catch_up();
         self.core.settle_clocks(self.state);
         if self.core.attached {
             let copies: Vec<AnyTensor> = state::tensors_of(self.state)
@@ -699,6 +731,23 @@ where
         let run = || run_eager(self.state, self.step, self.batch);
         let (output, context) = context::enter(context, run);
         (output, context, scope)
+    }
+
+    /// A step that nobody watches.
+    fn unwatched(&mut self) -> O {
+        let pool = self.core.pool.as_ref().filter(|_| self.fused_updates);
+        // With slots it ends as a watched step does: all of it is launched, so that what is written into the slots next is
+        // not what its updates read.
+        let step_end = pool.map(|pool| pool.step_end(&state::tensors_of(self.state)));
+        let output = self.run_eager(Mode::Plain).0;
+        if let Some(step_end) = step_end {
+            self.state.settle();
+            drop(step_end);
+            if let Some(pool) = &self.core.pool {
+                pool.drain();
+            }
+        }
+        output
     }
 
     fn wait_if_timed(&mut self) -> Result<(), StepError> {
@@ -752,7 +801,7 @@ where
     /// is known.
     fn rehearse(&mut self) -> Result<(O, Option<Fingerprint>), StepError> {
         let Some(_window) = exclusive() else {
-            return Ok((self.run_eager(Mode::Plain).0, None));
+            return Ok((self.unwatched(), None));
         };
         let key = (self.function, self.key.clone());
         let mut in_use = None;
@@ -1010,7 +1059,7 @@ where
         let ticks = Arc::new(Ticks {
             by: recorded.ticks,
             parts: recorded.parts,
-            pending: AtomicU64::new(0),
+            pending: Arc::default(),
         });
         self.core.ticks.push(ticks.clone());
         let outputs = match Pinned::hold(tree::tensors_of(&output)) {
@@ -1032,14 +1081,12 @@ where
         };
         pool.state = Some(owned);
         let held = pool.hold(rehearsal.step_bytes + inputs.bytes());
-        let replay = Arc::new(Replay {
-            graph: Arc::new(graph),
-            inputs,
-            outputs,
-            scalars: self.core.scalars.clone(),
-        });
+        let scalars =
+            (self.core.scalars.as_ref()).map(|scalars| scalars::lock(scalars).writer().clone());
         let graph = Sealed {
-            replay,
+            replay: Replay::new(graph, &inputs, &outputs, scalars),
+            _inputs: inputs,
+            _outputs: outputs,
             output,
             held,
             launches,

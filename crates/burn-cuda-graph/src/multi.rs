@@ -271,33 +271,21 @@ fn read_among<N: Size>(
     }
 }
 
-/// The sum of a unit's share of `numbers`.
-#[cube]
-fn strided(numbers: &[f32], #[comptime] units: usize) -> f32 {
-    let mut sum = 0.0f32;
-    let mut position = UNIT_POS as usize;
-    while position < numbers.len() {
-        sum += numbers[position];
-        position += comptime!(units);
-    }
-    sum
-}
-
 /// The norm from the sums of the cubes, and what gradients are to be multiplied by.
 #[cube(launch)]
 fn finish_norm(
-    partials: &Sequence<Box<[f32]>>,
+    partials: &[f32],
     norm: &mut [f32],
     factor: &mut [f32],
     max_norm: f32,
     epsilon: f32,
-    #[comptime] count: usize,
     #[comptime] units: usize,
 ) {
     let mut own = 0.0f32;
-    #[unroll]
-    for launch in 0..count {
-        own += strided(&partials[launch], units);
+    let mut position = UNIT_POS as usize;
+    while position < partials.len() {
+        own += partials[position];
+        position += comptime!(units);
     }
     let whole = add_up(own, units).sqrt();
     if UNIT_POS == 0 {
@@ -377,9 +365,14 @@ struct Registered {
     leaves: Vec<Device>,
 }
 
-/// Whether updates of tensors such as this one can be made by [`update`].
-pub(crate) fn serves(tensor: &AnyTensor) -> bool {
-    fusion_tensor(tensor).is_some()
+/// Whether a parameter and its gradient can be handed to [`update`].
+pub(crate) fn serves(param: &AnyTensor, grad: &AnyTensor) -> bool {
+    let (Some(param), Some(grad)) = (fusion_tensor(param), fusion_tensor(grad)) else {
+        return false;
+    };
+    param.client.device() == grad.client.device()
+        && param.shape == grad.shape
+        && param.shape.num_elements() < MAX_POSITIONS
 }
 
 /// Make all updates, one operation for those that share rule and scalars. The results are in the order of `entries`.
@@ -510,15 +503,15 @@ impl burn_fusion::stream::Operation<Runtime> for UpdateOperation {
         let mut overwrites = self.overwrites.iter().copied();
         let scalars: Vec<CubeTensor> = (0..self.scalars).filter_map(|_| next()).collect();
         let mut copies = Vec::new();
-        let mut own = |tensor: CubeTensor, copy: bool| {
+        // A tensor to work on in place, laid out as `form`: this one, or a copy.
+        let mut own = |tensor: CubeTensor, form: Option<&CubeTensor>| {
             let overwritten = overwrites.next().unwrap_or(false);
-            if packed(&tensor) && (overwritten || tensor.can_mut()) {
+            let fits = form.map_or(packed(&tensor), |form| same_layout(&tensor, form));
+            if fits && (overwritten || tensor.can_mut()) {
                 return tensor;
             }
-            let own = empty_like(&tensor);
-            if copy {
-                copies.push((tensor, own.clone()));
-            }
+            let own = empty_like(form.unwrap_or(&tensor));
+            copies.push((tensor, own.clone()));
             own
         };
         let leaves = self.rule.leaves();
@@ -527,12 +520,12 @@ impl burn_fusion::stream::Operation<Runtime> for UpdateOperation {
             let (Some(param), Some(grad)) = (next(), next()) else {
                 break;
             };
-            let param = own(param, true);
+            let param = own(param, None);
             let leaves: Vec<CubeTensor> = match self.rule.first {
                 true => (0..leaves).map(|_| empty_like(&param)).collect(),
                 false => (0..leaves)
                     .filter_map(|_| next())
-                    .map(|leaf| own(leaf, true))
+                    .map(|leaf| own(leaf, Some(&param)))
                     .collect(),
             };
             updates.push(Tensors {
@@ -541,14 +534,11 @@ impl burn_fusion::stream::Operation<Runtime> for UpdateOperation {
                 leaves,
             });
         }
-        // Every tensor of an update lies as its parameter does.
         for update in &mut updates {
-            for tensor in [&mut update.grad].into_iter().chain(&mut update.leaves) {
-                if !same_layout(tensor, &update.param) {
-                    let laid = empty_like(&update.param);
-                    copies.push((tensor.clone(), laid.clone()));
-                    *tensor = laid;
-                }
+            if !same_layout(&update.grad, &update.param) {
+                let laid = empty_like(&update.param);
+                copies.push((update.grad.clone(), laid.clone()));
+                update.grad = laid;
             }
         }
         copy_all(&copies);
@@ -583,7 +573,7 @@ fn launch_all(updates: &[Tensors], scalars: &[CubeTensor], rule: Rule) {
     let (wide, narrow): (Vec<_>, Vec<_>) = (updates.iter())
         .filter(|update| elements(update) > 0)
         .partition(|update| lines && elements(update).is_multiple_of(LINE));
-    let most = groups_per_launch(&client, 2 + rule.leaves());
+    let most = groups_per_launch(&client, 2 + rule.leaves(), scalars.len());
     for (width, updates) in [(LINE, wide), (1, narrow)] {
         let mut updates = updates.as_slice();
         while !updates.is_empty() {
@@ -760,39 +750,59 @@ fn norm_and_scale(
     let arg = |tensor: &CubeTensor| tensor.clone().into_buffer_arg();
 
     let units = CubeDim::new_1d(UNITS as u32);
-    let mut partials = Vec::new();
-    for (width, pairs) in groups(groups_per_launch(&client, 1)) {
-        let (starts, total) = total(width, pairs);
-        let cubes = (total as usize).div_ceil(WORTH_A_CUBE).clamp(1, MOST_CUBES);
-        let sums = vector(cubes);
+    // A launch writes as many sums as it has cubes, from an offset on that a binding may begin at.
+    let aligned = (client.properties().memory.alignment as usize).div_ceil(size_of::<f32>());
+    let launches: Vec<_> = (groups(groups_per_launch(&client, 1, 1)).into_iter())
+        .map(|(width, pairs)| {
+            let (starts, total) = total(width, pairs);
+            let cubes = (total as usize).div_ceil(WORTH_A_CUBE).clamp(1, MOST_CUBES);
+            (width, pairs, starts, total, cubes.next_multiple_of(aligned))
+        })
+        .collect();
+    let sums = vector((launches.iter().map(|launch| launch.4).sum::<usize>()).max(1));
+    let mut before = 0;
+    for (width, pairs, starts, total, cubes) in launches {
+        let bytes = |count: usize| (count * size_of::<f32>()) as u64;
+        let end = sums.handle.size_in_used() - bytes(before + cubes);
+        let handle = sums
+            .handle
+            .clone()
+            .offset_start(bytes(before))
+            .offset_end(end);
+        let own = CubeTensor::new_contiguous(
+            client.clone(),
+            first.device.clone(),
+            Shape::new([cubes]),
+            handle,
+            DType::F32,
+        );
         square_many::launch(
             &client,
             CubeCount::Static(cubes as u32, 1, 1),
             units,
             width,
             pairs.iter().map(|pair| arg(&pair.0)).collect(),
-            arg(&sums),
+            arg(&own),
             starts,
             total,
             pairs.len(),
             UNITS,
         );
-        partials.push(sums);
+        before += cubes;
     }
     let (norm, factor) = (vector(1), vector(1));
     finish_norm::launch(
         &client,
         CubeCount::Static(1, 1, 1),
         units,
-        partials.iter().map(arg).collect(),
+        arg(&sums),
         arg(&norm),
         arg(&factor),
         max_norm,
         epsilon,
-        partials.len(),
         UNITS,
     );
-    for (width, pairs) in groups(groups_per_launch(&client, 2)) {
+    for (width, pairs) in groups(groups_per_launch(&client, 2, 1)) {
         let (starts, total) = total(width, pairs);
         let dim = CubeDim::new(&client, total as usize);
         let count = calculate_cube_count_elemwise(&client, total as usize, dim);

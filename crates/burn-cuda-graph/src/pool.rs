@@ -173,7 +173,7 @@ pub(crate) fn resolve_all(tensors: &[AnyTensor]) -> Result<Vec<CubeTensor>, Stri
 /// Tensors at fixed addresses.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Pinned {
-    /// As Burn sees them, off autodiff. Held, so that no operation writes them in place.
+    /// As Burn sees them, off autodiff. Held, so that none of Burn's operations writes them in place.
     pub tensors: Vec<AnyTensor>,
     buffers: Vec<CubeTensor>,
 }

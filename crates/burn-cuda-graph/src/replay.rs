@@ -8,10 +8,10 @@ use crate::copy::copy_all;
 use crate::driver::SealedGraph;
 use crate::pool::{Pinned, Runtime, empty_like, fusion_tensor};
 use crate::ranges::{Phase, range};
-use crate::scalars::{self, DeviceScalars};
+use crate::scalars::SlotWriter;
 use crate::tensor::{AnyTensor, TensorKind};
 use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::fusion::CubeFusionHandle;
 use burn_cubecl::tensor::CubeTensor;
@@ -59,6 +59,12 @@ impl Queue {
         }
     }
 
+    /// The same, left for whoever asks next.
+    pub fn peek(&self) -> Option<String> {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.clone()
+    }
+
     fn fail(&self, detail: String) {
         self.failed.fetch_add(1, Ordering::AcqRel);
         let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,61 +72,110 @@ impl Queue {
     }
 }
 
-/// What a replay of one graph works on.
+/// What a replay of one graph works on. An operation that holds the last of it drops it on the fusion server's thread, so
+/// there is no tensor of Burn's fusion in it, whose drop would call that server.
 #[derive(Debug)]
 pub(crate) struct Replay {
-    pub graph: Arc<SealedGraph>,
-    pub inputs: Pinned,
-    pub outputs: Pinned,
-    pub scalars: Option<Arc<Mutex<DeviceScalars>>>,
+    graph: SealedGraph,
+    inputs: Vec<CubeTensor>,
+    outputs: Vec<CubeTensor>,
+    scalars: Option<SlotWriter>,
+    /// Of the outputs.
+    kinds: Vec<TensorKind>,
+}
+
+/// What ties the replays of a state to each other. Burn's fusion orders operations by the tensors they share, and sees nothing
+/// of what a graph works on: so each replay takes a tensor that the one before it gave.
+#[derive(Debug, Default)]
+pub(crate) struct Token(Option<AnyTensor>);
+
+impl Token {
+    /// Begin anew: the last replay did not run.
+    pub fn renew(&mut self) {
+        self.0 = None;
+    }
+}
+
+/// One call's replay.
+pub(crate) struct Call<'a> {
+    pub device: &'a Device,
+    pub queue: &'a Arc<Queue>,
+    pub token: &'a mut Token,
+    /// How many replays of this graph its counters do not show yet.
+    pub pending: &'a Arc<AtomicU64>,
+    pub random: [u32; 4],
+    pub values: Vec<(DType, f64)>,
+    pub batch: &'a [AnyTensor],
 }
 
 impl Replay {
+    pub fn new(
+        graph: SealedGraph,
+        inputs: &Pinned,
+        outputs: &Pinned,
+        scalars: Option<SlotWriter>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            graph,
+            inputs: inputs.buffers().to_vec(),
+            outputs: outputs.buffers().to_vec(),
+            scalars,
+            kinds: outputs.tensors.iter().map(AnyTensor::kind).collect(),
+        })
+    }
+
+    /// The graph alone.
+    pub fn graph(&self) -> &SealedGraph {
+        &self.graph
+    }
+
     /// Hand a replay over, with the values of its scalars and its batch. The answer is copies of its outputs.
     ///
     /// # Errors
     ///
     /// When a tensor or the device is not one of CubeCL's; nothing was handed over.
-    pub fn enqueue(
-        self: &Arc<Self>,
-        device: &Device,
-        queue: &Arc<Queue>,
-        random: [u32; 4],
-        values: Vec<(DType, f64)>,
-        batch: &[AnyTensor],
-    ) -> Result<Vec<AnyTensor>, String> {
+    pub fn enqueue(self: &Arc<Self>, call: Call<'_>) -> Result<Vec<AnyTensor>, String> {
         let elsewhere = || "a tensor or the device is not one of CubeCL's".to_string();
-        let device = crate::pool::cube_device(device).ok_or_else(elsewhere)?;
+        let device = crate::pool::cube_device(call.device).ok_or_else(elsewhere)?;
         let client = GlobalFusionClient::<Runtime>::load(&device);
-        let inputs = (batch.iter().map(fusion_tensor))
+        let token = call.token.0.take().unwrap_or_else(|| {
+            AnyTensor::from_float(Tensor::<1>::empty([1], &call.device.clone().inner()))
+        });
+        let mut inputs = (call.batch.iter().map(fusion_tensor))
             .collect::<Option<Vec<_>>>()
             .ok_or_else(elsewhere)?;
-        let kinds: Vec<TensorKind> = batch.iter().map(AnyTensor::kind).collect();
+        let shape = Shape::new([1]);
+        inputs.push(fusion_tensor(&token).ok_or_else(elsewhere)?);
+        drop(token);
+        let kinds: Vec<TensorKind> = call.batch.iter().map(AnyTensor::kind).collect();
         let inputs: Vec<TensorIr> = inputs.into_iter().map(FusionTensor::into_ir).collect();
-        let outputs: Vec<TensorIr> = (self.outputs.buffers().iter())
-            .map(|buffer| {
-                let shape = buffer.meta.shape().clone();
-                TensorIr::uninit(client.create_empty_handle(), shape, buffer.dtype)
-            })
+        let outputs = self
+            .outputs
+            .iter()
+            .map(|buffer| (buffer.meta.shape().clone(), buffer.dtype));
+        let outputs: Vec<TensorIr> = (outputs.chain([(shape, DType::F32)]))
+            .map(|(shape, dtype)| TensorIr::uninit(client.create_empty_handle(), shape, dtype))
             .collect();
         let description = CustomOpIr::new("burn_cuda_graph_replay", &inputs, &outputs);
-        queue.in_flight.fetch_add(1, Ordering::AcqRel);
+        call.queue.in_flight.fetch_add(1, Ordering::AcqRel);
         let operation = ReplayOperation {
             replay: self.clone(),
             description: description.clone(),
             kinds,
-            random,
-            values,
-            queue: queue.clone(),
+            random: call.random,
+            values: call.values,
+            queue: call.queue.clone(),
+            pending: call.pending.clone(),
             ran: AtomicBool::new(false),
         };
-        let outputs = client.register(
-            StreamId::current(),
-            OperationIr::Custom(description),
-            operation,
-        );
-        let kinds = self.outputs.tensors.iter().map(AnyTensor::kind);
-        Ok(outputs.into_iter().zip(kinds).map(any_tensor).collect())
+        let custom = OperationIr::Custom(description);
+        let outputs = client.register(StreamId::current(), custom, operation);
+        // Sent now: the device is to have it, whether or not anything follows.
+        client.flush_queue();
+        let kinds = self.kinds.iter().copied().chain([TensorKind::Float]);
+        let mut outputs: Vec<AnyTensor> = outputs.into_iter().zip(kinds).map(any_tensor).collect();
+        call.token.0 = outputs.pop();
+        Ok(outputs)
     }
 }
 
@@ -151,7 +206,16 @@ struct ReplayOperation {
     random: [u32; 4],
     values: Vec<(DType, f64)>,
     queue: Arc<Queue>,
+    pending: Arc<AtomicU64>,
     ran: AtomicBool,
+}
+
+impl ReplayOperation {
+    /// The step is not taken.
+    fn fail(&self, detail: String) {
+        self.pending.fetch_sub(1, Ordering::AcqRel);
+        self.queue.fail(detail);
+    }
 }
 
 impl burn_fusion::stream::Operation<Runtime> for ReplayOperation {
@@ -165,10 +229,11 @@ impl burn_fusion::stream::Operation<Runtime> for ReplayOperation {
             inputs,
             outputs,
             scalars,
+            ..
         } = &*self.replay;
         let copy_in = range(Phase::CopyIn);
         if let Some(scalars) = scalars {
-            scalars::lock(scalars).write_all(self.random, &self.values);
+            scalars.write_all(self.random, &self.values);
         }
         let batch =
             (self.description.inputs.iter().zip(&self.kinds)).map(|(ir, kind)| match kind {
@@ -176,23 +241,25 @@ impl burn_fusion::stream::Operation<Runtime> for ReplayOperation {
                 TensorKind::Int => handles.get_int_tensor::<CubeBackend>(ir),
                 TensorKind::Bool => handles.get_bool_tensor::<CubeBackend>(ir),
             });
-        let pairs: Vec<(CubeTensor, CubeTensor)> =
-            batch.zip(inputs.buffers().iter().cloned()).collect();
+        let pairs: Vec<(CubeTensor, CubeTensor)> = batch.zip(inputs.iter().cloned()).collect();
+        let token = self.description.inputs.last();
+        let token = token.map(|ir| handles.get_float_tensor::<CubeBackend>(ir));
         copy_all(&pairs);
         copy_in.end();
         let replay = range(Phase::Replay);
         if let Err(detail) = graph.replay_here() {
-            self.queue.fail(detail.clone());
+            self.fail(detail.clone());
             return Err(ExecutionError::WithContext { reason: detail });
         }
         replay.end();
         let copied_out = range(Phase::CopyOut);
-        let copies: Vec<(CubeTensor, CubeTensor)> = (outputs.buffers().iter())
+        let copies: Vec<(CubeTensor, CubeTensor)> = (outputs.iter())
             .map(|output| (output.clone(), empty_like(output)))
             .collect();
         copy_all(&copies);
-        for (ir, (_, copy)) in self.description.outputs.iter().zip(copies) {
-            handles.register_handle(ir.id, copy.into());
+        let given = copies.into_iter().map(|(_, copy)| copy).chain(token);
+        for (ir, tensor) in self.description.outputs.iter().zip(given) {
+            handles.register_handle(ir.id, tensor.into());
         }
         copied_out.end();
         Ok(())
@@ -202,8 +269,8 @@ impl burn_fusion::stream::Operation<Runtime> for ReplayOperation {
 impl Drop for ReplayOperation {
     fn drop(&mut self) {
         if !self.ran.load(Ordering::Acquire) {
-            let detail = "it was passed over, since a tensor of its batch could not be computed";
-            self.queue.fail(detail.into());
+            let detail = "it was passed over, since a tensor of its batch, or the replay before it, could not be computed";
+            self.fail(detail.into());
         }
         self.queue.in_flight.fetch_sub(1, Ordering::AcqRel);
     }

@@ -23,7 +23,7 @@ thread_local! {
     static COLLECTED: RefCell<Option<Vec<Collected>>> = const { RefCell::new(None) };
 }
 
-/// Run `f`, putting updates off; also those that were.
+/// Run `f`, putting updates off; its result, and the updates that were. A call within `f` would end the collection.
 pub(crate) fn collecting<R>(f: impl FnOnce() -> R) -> (R, Vec<Collected>) {
     struct Stop;
     impl Drop for Stop {
@@ -39,11 +39,11 @@ pub(crate) fn collecting<R>(f: impl FnOnce() -> R) -> (R, Vec<Collected>) {
     (result, collected)
 }
 
-/// Whether updates of parameters like this one are put off.
-pub(super) fn collects(param: &AnyTensor) -> bool {
+/// Whether the update of a parameter by a gradient is put off.
+pub(super) fn collects(param: &AnyTensor, grad: &AnyTensor) -> bool {
     crate::context::fuses_updates()
         && COLLECTED.with_borrow(Option::is_some)
-        && crate::multi::serves(param)
+        && crate::multi::serves(param, grad)
 }
 
 /// Put an update off: what stands in for the parameter, and for its state.

@@ -330,7 +330,7 @@ impl<const D: usize, L: Layout> Update<D, L> {
         let any = |tensor: &Tensor<D>| AnyTensor::from_float(tensor.clone());
         let plain = self.skip.is_none() && self.first.is_none();
         let single = param.dtype() == DType::F32 && grad.dtype() == DType::F32;
-        if !plain || !single || !collect::collects(&any(param)) {
+        if !plain || !single || !collect::collects(&any(param), &any(grad)) {
             return None;
         }
         let scalars = (scalars.iter())
