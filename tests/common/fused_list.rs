@@ -45,7 +45,11 @@ fn a_resumed_update_of_a_transposed_parameter() {
 #[test]
 #[serial]
 fn eager_steps_in_a_row_keep_their_rates() {
-    fused_bodies::eager_steps_in_a_row_keep_their_rates(&device())
+    fused_bodies::eager_steps_in_a_row_keep_their_rates(&device());
+    // Opening the generator's scope waits for the queue, which hides what is looked for.
+    if !common::unregistered() {
+        common::in_a_process_without_random("eager_steps_in_a_row_keep_their_rates");
+    }
 }
 
 #[test]
