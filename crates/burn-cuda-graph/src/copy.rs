@@ -175,27 +175,53 @@ pub(crate) fn launches(tensors: &[CubeTensor]) -> u64 {
     let Some(client) = tensors.first().map(|tensor| &tensor.client) else {
         return 0;
     };
-    let mut kinds: Vec<(ElemType, bool, usize)> = Vec::new();
-    for tensor in tensors.iter().filter(|tensor| bytes(tensor) > 0) {
-        let elem = element(tensor);
-        let wide = wide(client, tensor, elem);
-        match kinds
-            .iter_mut()
-            .find(|kind| (kind.0, kind.1) == (elem, wide))
-        {
-            Some(kind) => kind.2 += 1,
-            None => kinds.push((elem, wide, 1)),
-        }
-    }
-    let most = groups_per_launch(client, 2, 0);
-    let of = |(_, _, count): (ElemType, bool, usize)| count.div_ceil(most) as u64;
-    kinds.into_iter().map(of).sum()
+    let mut tensors: Vec<&CubeTensor> = tensors.iter().collect();
+    tensors.sort_by_key(|tensor| element(tensor).size());
+    let of_element = |tensors: &[&CubeTensor]| {
+        let elem = element(tensors[0]);
+        let most = groups_per_launch(client, 2, 0);
+        launch_groups(client, elem.size(), tensors, most, |tensor| {
+            words(tensor, elem)
+        })
+        .len() as u64
+    };
+    (tensors.chunk_by(|a, b| element(a) == element(b)))
+        .map(of_element)
+        .sum()
 }
 
-/// Whether a tensor is copied by vectors of elements.
-fn wide(client: &Client, tensor: &CubeTensor, elem: ElemType) -> bool {
-    let mut sizes = client.io_optimized_vector_sizes(elem.size());
-    words(tensor, elem).is_multiple_of(LINE) && sizes.any(|size| size == LINE)
+/// `items`, by launch, with the elements of the vectors that it moves: those whose elements fill vectors apart from the
+/// others, and at most `most` in one. Items without elements are left out.
+pub(crate) fn launch_groups<'a, T>(
+    client: &Client,
+    element_bytes: usize,
+    items: &'a [T],
+    most: usize,
+    elements: impl Fn(&T) -> usize,
+) -> Vec<(usize, Vec<&'a T>)> {
+    let mut sizes = client.io_optimized_vector_sizes(element_bytes);
+    let lines = sizes.any(|size| size == LINE);
+    let (wide, narrow): (Vec<&T>, Vec<&T>) = (items.iter())
+        .filter(|item| elements(item) > 0)
+        .partition(|item| lines && elements(item).is_multiple_of(LINE));
+    let mut groups = Vec::new();
+    for (width, items) in [(LINE, wide), (1, narrow)] {
+        let (mut group, mut positions) = (Vec::new(), 0);
+        for item in items {
+            let own = elements(item) / width;
+            let full = group.len() == most || positions + own >= MAX_POSITIONS;
+            if full && !group.is_empty() {
+                groups.push((width, core::mem::take(&mut group)));
+                positions = 0;
+            }
+            positions += own;
+            group.push(item);
+        }
+        if !group.is_empty() {
+            groups.push((width, group));
+        }
+    }
+    groups
 }
 
 /// Whether both tensors are the same range of the same buffer.
@@ -212,29 +238,17 @@ fn launch_flat(pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) -> u64 {
     let Some(client) = pairs.first().map(|pair| pair.0.client.clone()) else {
         return 0;
     };
-    let (wide, narrow): (Vec<_>, Vec<_>) =
-        (pairs.iter().copied()).partition(|pair| wide(&client, &pair.0, elem));
     let most = groups_per_launch(&client, 2, 0);
-    let mut launches = 0;
-    for (width, pairs) in [(LINE, wide), (1, narrow)] {
-        let mut pairs = pairs.as_slice();
-        while !pairs.is_empty() {
-            let mut positions = 0;
-            let fits = |pair: &&(CubeTensor, CubeTensor)| {
-                positions += words(&pair.0, elem) / width;
-                positions < MAX_POSITIONS
-            };
-            let taken = pairs.iter().take(most).copied().take_while(fits).count();
-            let (now, rest) = pairs.split_at(taken.max(1));
-            launch(&client, now, elem, width);
-            launches += 1;
-            pairs = rest;
-        }
+    let groups = launch_groups(&client, elem.size(), pairs, most, |pair| {
+        words(&pair.0, elem)
+    });
+    for (width, pairs) in &groups {
+        launch(&client, pairs, elem, *width);
     }
-    launches
+    groups.len() as u64
 }
 
-fn launch(client: &Client, pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType, width: usize) {
+fn launch(client: &Client, pairs: &[&&(CubeTensor, CubeTensor)], elem: ElemType, width: usize) {
     let lengths = pairs.iter().map(|pair| words(&pair.0, elem) / width);
     let (starts, total) = starts(lengths);
     let dim = CubeDim::new(client, total as usize);

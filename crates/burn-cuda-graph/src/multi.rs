@@ -12,11 +12,12 @@
 #![allow(unused_assignments)]
 
 use crate::context;
-use crate::copy::{LINE, MAX_POSITIONS, copy_all, groups_per_launch, packed, same_layout, starts};
-use crate::pool::{Runtime, empty_like, fusion_tensor, id};
-use crate::tensor::AnyTensor;
+use crate::copy::{
+    MAX_POSITIONS, copy_all, groups_per_launch, launch_groups, packed, same_layout, starts,
+};
+use crate::pool::{Runtime, empty_like, from_fusion, fusion_tensor, id};
+use crate::tensor::{AnyTensor, TensorKind};
 use crate::update_rule::{Form, FormMethod, Rule, number};
-use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
 use burn::tensor::{DType, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::fusion::CubeFusionHandle;
@@ -566,27 +567,10 @@ fn launch_all(updates: &[Tensors], scalars: &[CubeTensor], rule: Rule) {
     let Some(client) = updates.first().map(|update| update.param.client.clone()) else {
         return;
     };
-    let lines = client
-        .io_optimized_vector_sizes(size_of::<f32>())
-        .any(|size| size == LINE);
     let elements = |update: &Tensors| update.param.meta.shape().num_elements();
-    let (wide, narrow): (Vec<_>, Vec<_>) = (updates.iter())
-        .filter(|update| elements(update) > 0)
-        .partition(|update| lines && elements(update).is_multiple_of(LINE));
     let most = groups_per_launch(&client, 2 + rule.leaves(), scalars.len());
-    for (width, updates) in [(LINE, wide), (1, narrow)] {
-        let mut updates = updates.as_slice();
-        while !updates.is_empty() {
-            let mut positions = 0;
-            let fits = |update: &&Tensors| {
-                positions += elements(update) / width;
-                positions < MAX_POSITIONS
-            };
-            let taken = updates.iter().take(most).copied().take_while(fits).count();
-            let (now, rest) = updates.split_at(taken.max(1));
-            launch(&client, now, scalars, rule, width);
-            updates = rest;
-        }
+    for (width, updates) in launch_groups(&client, size_of::<f32>(), updates, most, elements) {
+        launch(&client, &updates, scalars, rule, width);
     }
 }
 
@@ -616,7 +600,7 @@ fn launch(client: &Client, updates: &[&Tensors], scalars: &[CubeTensor], rule: R
 }
 
 /// `grads`, all of them `f32`, scaled so that the norm of all together is at most `max_norm`, and that norm `[1]` before.
-/// `None` when they are not of one device of CubeCL's.
+/// `None` when they are not of one device of CubeCL's, or one is too large for a launch.
 pub(crate) fn clip(
     grads: &[AnyTensor],
     max_norm: f32,
@@ -627,10 +611,9 @@ pub(crate) fn clip(
         .map(fusion_tensor)
         .collect::<Option<Vec<_>>>()?;
     let client = inputs.first()?.client.clone();
-    if inputs
-        .iter()
-        .any(|input| input.client.device() != client.device())
-    {
+    let elsewhere = |input: &Device| input.client.device() != client.device();
+    let large = |input: &Device| input.shape.num_elements() >= MAX_POSITIONS;
+    if inputs.iter().any(|input| elsewhere(input) || large(input)) {
         return None;
     }
     let shapes = (inputs.iter().map(|input| input.shape.clone())).chain([Shape::new([1])]);
@@ -658,11 +641,7 @@ pub(crate) fn clip(
 }
 
 fn float(tensor: Device) -> AnyTensor {
-    let kind = DispatchTensorKind::Cube(BackendTensor::Float(tensor));
-    AnyTensor::from_float(Tensor::<1>::from_dispatch(DispatchTensor {
-        kind,
-        autodiff: DispatchAutodiffContext::Disabled,
-    }))
+    from_fusion(tensor, TensorKind::Float)
 }
 
 #[derive(Debug)]
@@ -719,31 +698,8 @@ fn norm_and_scale(
             DType::F32,
         )
     };
-    let lines = client
-        .io_optimized_vector_sizes(size_of::<f32>())
-        .any(|size| size == LINE);
     let elements = |pair: &(CubeTensor, CubeTensor)| pair.0.meta.shape().num_elements();
-    let (wide, narrow): (Vec<_>, Vec<_>) = (pairs.iter())
-        .filter(|pair| elements(pair) > 0)
-        .partition(|pair| lines && elements(pair).is_multiple_of(LINE));
-    let groups = |most: usize| {
-        let mut groups = Vec::new();
-        for (width, pairs) in [(LINE, &wide), (1, &narrow)] {
-            let mut rest = pairs.as_slice();
-            while !rest.is_empty() {
-                let mut positions = 0;
-                let fits = |pair: &&(CubeTensor, CubeTensor)| {
-                    positions += elements(pair) / width;
-                    positions < MAX_POSITIONS
-                };
-                let taken = rest.iter().take(most).copied().take_while(fits).count();
-                let (now, then) = rest.split_at(taken.max(1));
-                groups.push((width, now));
-                rest = then;
-            }
-        }
-        groups
-    };
+    let groups = |most: usize| launch_groups(&client, size_of::<f32>(), pairs, most, elements);
     let total = |width: usize, pairs: &[&(CubeTensor, CubeTensor)]| {
         starts(pairs.iter().map(|pair| elements(pair) / width))
     };
@@ -754,7 +710,7 @@ fn norm_and_scale(
     let aligned = (client.properties().memory.alignment as usize).div_ceil(size_of::<f32>());
     let launches: Vec<_> = (groups(groups_per_launch(&client, 1, 1)).into_iter())
         .map(|(width, pairs)| {
-            let (starts, total) = total(width, pairs);
+            let (starts, total) = total(width, &pairs);
             let cubes = (total as usize).div_ceil(WORTH_A_CUBE).clamp(1, MOST_CUBES);
             (width, pairs, starts, total, cubes.next_multiple_of(aligned))
         })
@@ -803,7 +759,7 @@ fn norm_and_scale(
         UNITS,
     );
     for (width, pairs) in groups(groups_per_launch(&client, 2, 1)) {
-        let (starts, total) = total(width, pairs);
+        let (starts, total) = total(width, &pairs);
         let dim = CubeDim::new(&client, total as usize);
         let count = calculate_cube_count_elemwise(&client, total as usize, dim);
         scale_many::launch(

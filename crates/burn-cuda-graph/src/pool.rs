@@ -12,7 +12,8 @@ use crate::shape_key::ShapeKey;
 use crate::tensor::{AnyTensor, TensorKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{
-    BackendTensor, Dispatch, DispatchDevice, DispatchTensorKind, backend_extension,
+    BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchTensor,
+    DispatchTensorKind, backend_extension,
 };
 use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::tensor::CubeTensor;
@@ -127,6 +128,29 @@ pub(crate) fn fusion_tensor(tensor: &AnyTensor) -> Option<FusionTensor<Runtime>>
             BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
         ) => Some(tensor),
         _ => None,
+    }
+}
+
+/// The tensor that the fusion server knows as `tensor`: the way back from [`fusion_tensor`].
+pub(crate) fn from_fusion(tensor: FusionTensor<Runtime>, kind: TensorKind) -> AnyTensor {
+    let dispatch = |tensor| DispatchTensor {
+        kind: DispatchTensorKind::Cube(tensor),
+        autodiff: DispatchAutodiffContext::Disabled,
+    };
+    match kind {
+        TensorKind::Float => AnyTensor::from_float(burn::tensor::Tensor::<1>::from_dispatch(
+            dispatch(BackendTensor::Float(tensor)),
+        )),
+        TensorKind::Int => {
+            AnyTensor::from_int(burn::tensor::Tensor::<1, burn::tensor::Int>::from_dispatch(
+                dispatch(BackendTensor::Int(tensor)),
+            ))
+        }
+        TensorKind::Bool => AnyTensor::from_bool(
+            burn::tensor::Tensor::<1, burn::tensor::Bool>::from_dispatch(dispatch(
+                BackendTensor::Bool(tensor),
+            )),
+        ),
     }
 }
 

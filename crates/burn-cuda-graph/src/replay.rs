@@ -6,11 +6,10 @@
 
 use crate::copy::copy_all;
 use crate::driver::SealedGraph;
-use crate::pool::{Pinned, Runtime, empty_like, fusion_tensor};
+use crate::pool::{Pinned, Runtime, empty_like, from_fusion, fusion_tensor};
 use crate::ranges::{Phase, range};
 use crate::scalars::SlotWriter;
 use crate::tensor::{AnyTensor, TensorKind};
-use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
 use burn::tensor::{DType, Device, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::fusion::CubeFusionHandle;
@@ -173,27 +172,13 @@ impl Replay {
         // Sent now: the device is to have it, whether or not anything follows.
         client.flush_queue();
         let kinds = self.kinds.iter().copied().chain([TensorKind::Float]);
-        let mut outputs: Vec<AnyTensor> = outputs.into_iter().zip(kinds).map(any_tensor).collect();
+        let mut outputs: Vec<AnyTensor> = outputs
+            .into_iter()
+            .zip(kinds)
+            .map(|(tensor, kind)| from_fusion(tensor, kind))
+            .collect();
         call.token.0 = outputs.pop();
         Ok(outputs)
-    }
-}
-
-fn any_tensor((tensor, kind): (FusionTensor<Runtime>, TensorKind)) -> AnyTensor {
-    let dispatch = |tensor| DispatchTensor {
-        kind: DispatchTensorKind::Cube(tensor),
-        autodiff: DispatchAutodiffContext::Disabled,
-    };
-    match kind {
-        TensorKind::Float => AnyTensor::from_float(Tensor::<1>::from_dispatch(dispatch(
-            BackendTensor::Float(tensor),
-        ))),
-        TensorKind::Int => AnyTensor::from_int(Tensor::<1, burn::tensor::Int>::from_dispatch(
-            dispatch(BackendTensor::Int(tensor)),
-        )),
-        TensorKind::Bool => AnyTensor::from_bool(Tensor::<1, burn::tensor::Bool>::from_dispatch(
-            dispatch(BackendTensor::Bool(tensor)),
-        )),
     }
 }
 

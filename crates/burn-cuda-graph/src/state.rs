@@ -250,12 +250,7 @@ impl<M: Module> Training<M> {
     /// When other parameters have gradients than in the first micro-batch: a sum could not tell a parameter without a
     /// gradient from one whose gradient is zero.
     pub fn accumulate(&mut self, grads: GradientsParams) {
-        let mut found = Collect {
-            grads,
-            found: Vec::new(),
-        };
-        self.model.visit(&mut found);
-        let new = found.found;
+        let (_, new) = optim::gradients::take(&self.model, grads);
         let Some(old) = &mut self.accumulated else {
             let Some((_, first)) = new.first() else {
                 return;
@@ -293,13 +288,8 @@ impl<M: Module> Training<M> {
         let Some(old) = &mut self.accumulated else {
             panic!("take_accumulated: no gradients were accumulated; call accumulate before");
         };
-        let mut give = Give {
-            sums: &old.sums,
-            grads: GradientsParams::new(),
-        };
-        self.model.visit(&mut give);
         old.fresh = old.fresh.ones_like();
-        give.grads
+        optim::gradients::give(&self.model, &old.sums, GradientsParams::new())
     }
 
     /// Update the model with the accumulated gradients; the next micro-batch begins anew. Called twice with no micro-batch
@@ -475,34 +465,6 @@ impl<M: Module> StepState for Training<M> {
             optimizer: self.optimizer.clone(),
             ownership: self.ownership,
             accumulated: self.accumulated.clone(),
-        }
-    }
-}
-
-/// The gradients of a model, in the order of its visit.
-struct Collect {
-    grads: GradientsParams,
-    found: Vec<(ParamId, AnyTensor)>,
-}
-
-impl ModuleVisitor for Collect {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(grad) = self.grads.remove::<D>(param.id) {
-            self.found.push((param.id, AnyTensor::from_float(grad)));
-        }
-    }
-}
-
-/// Registers sums as gradients, each in its parameter's rank.
-struct Give<'a> {
-    sums: &'a [(ParamId, AnyTensor)],
-    grads: GradientsParams,
-}
-
-impl ModuleVisitor for Give<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some((_, sum)) = self.sums.iter().find(|(id, _)| *id == param.id) {
-            self.grads.register(param.id, sum.clone().into_float::<D>());
         }
     }
 }

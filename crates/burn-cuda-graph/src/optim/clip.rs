@@ -3,13 +3,9 @@
 use super::update::cast;
 #[cfg(feature = "cubecl-backend")]
 use crate::tensor::AnyTensor;
-#[cfg(feature = "cubecl-backend")]
-use burn::module::ParamId;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
-#[cfg(feature = "cubecl-backend")]
-use std::collections::HashMap;
 
 /// Added to the norm before dividing by it, as PyTorch's `clip_grad_norm_` does.
 const EPSILON: f32 = 1e-6;
@@ -82,62 +78,20 @@ fn by_kernels<M: Module>(
     if !crate::context::fuses_updates() {
         return Err(grads);
     }
-    let mut taken = Taken {
-        grads,
-        found: Vec::new(),
-    };
-    module.visit(&mut taken);
-    let Taken { grads, found } = taken;
-    let single = found
-        .iter()
-        .all(|(_, grad)| grad.spec().dtype == DType::F32);
+    let (grads, mut found) = super::gradients::take(module, grads);
+    let single = (found.iter()).all(|(_, grad)| grad.spec().dtype == DType::F32);
     let tensors: Vec<AnyTensor> = found.iter().map(|(_, grad)| grad.clone()).collect();
     let clipped = single.then(|| crate::multi::clip(&tensors, max_norm, EPSILON));
-    let ids = found.iter().map(|(id, _)| *id);
-    let (ours, norm): (Vec<AnyTensor>, _) = match clipped.flatten() {
-        Some((scaled, norm)) => (scaled, Some(norm)),
-        None => (tensors, None),
-    };
-    let mut given = Given {
-        waiting: ids.zip(ours).collect(),
-        grads,
-    };
-    module.visit(&mut given);
+    let norm = clipped.flatten().map(|(scaled, norm)| {
+        for ((_, grad), scaled) in found.iter_mut().zip(scaled) {
+            *grad = scaled;
+        }
+        norm
+    });
+    let grads = super::gradients::give(module, &found, grads);
     match norm {
-        Some(norm) => Ok((given.grads, norm.into_float())),
-        None => Err(given.grads),
-    }
-}
-
-/// Takes the gradients of a module out, in the order of the visit.
-#[cfg(feature = "cubecl-backend")]
-struct Taken {
-    grads: GradientsParams,
-    found: Vec<(ParamId, AnyTensor)>,
-}
-
-#[cfg(feature = "cubecl-backend")]
-impl ModuleVisitor for Taken {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(grad) = self.grads.remove::<D>(param.id) {
-            self.found.push((param.id, AnyTensor::from_float(grad)));
-        }
-    }
-}
-
-/// Puts gradients back.
-#[cfg(feature = "cubecl-backend")]
-struct Given {
-    waiting: HashMap<ParamId, AnyTensor>,
-    grads: GradientsParams,
-}
-
-#[cfg(feature = "cubecl-backend")]
-impl ModuleVisitor for Given {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(grad) = self.waiting.remove(&param.id) {
-            self.grads.register(param.id, grad.into_float::<D>());
-        }
+        Some(norm) => Ok((grads, norm.into_float())),
+        None => Err(grads),
     }
 }
 

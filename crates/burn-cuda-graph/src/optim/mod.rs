@@ -54,6 +54,7 @@ mod clip;
 mod collect;
 #[cfg(feature = "train")]
 mod extract;
+pub(crate) mod gradients;
 mod lamb;
 mod lion;
 mod momentum;
