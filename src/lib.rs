@@ -29,6 +29,8 @@ mod guide {
     struct HowItWorks;
     #[doc = include_str!("../docs/what-cannot-be-captured.md")]
     struct WhatCannotBeCaptured;
+    #[doc = include_str!("../docs/changing-shapes.md")]
+    mod changing_shapes {}
     #[doc = include_str!("../docs/migrating.md")]
     struct Migrating;
     #[doc = include_str!("../docs/from-pytorch.md")]

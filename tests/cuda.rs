@@ -1,10 +1,14 @@
 //! Tier 2: the same bodies on CUDA. With the feature on, a missing device fails.
 
+#[path = "common/bucket_bodies.rs"]
+mod bucket_bodies;
 mod common;
 #[path = "common/function_bodies.rs"]
 mod function_bodies;
 #[path = "common/fused_bodies.rs"]
 mod fused_bodies;
+#[path = "common/memory_bodies.rs"]
+mod memory_bodies;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
@@ -31,3 +35,5 @@ include!("common/random_list.rs");
 include!("common/function_list.rs");
 include!("common/fused_list.rs");
 include!("common/train_list.rs");
+include!("common/bucket_list.rs");
+include!("common/memory_list.rs");

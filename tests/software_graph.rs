@@ -1,11 +1,15 @@
 //! Tier 1: real recordings and replays on Burn's wgpu device, over software Vulkan where there is no GPU.
 #![cfg(feature = "wgpu")]
 
+#[path = "common/bucket_bodies.rs"]
+mod bucket_bodies;
 mod common;
 #[path = "common/function_bodies.rs"]
 mod function_bodies;
 #[path = "common/fused_bodies.rs"]
 mod fused_bodies;
+#[path = "common/memory_bodies.rs"]
+mod memory_bodies;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
@@ -32,3 +36,5 @@ include!("common/random_list.rs");
 include!("common/function_list.rs");
 include!("common/fused_list.rs");
 include!("common/train_list.rs");
+include!("common/bucket_list.rs");
+include!("common/memory_list.rs");

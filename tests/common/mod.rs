@@ -380,6 +380,8 @@ pub fn in_a_cold_process(test: &str) {
     let output = std::process::Command::new(std::env::current_exe().expect("this binary"))
         .args(["--exact", test, "--nocapture"])
         .env(COLD_PROCESS, "1")
+        // CubeCL keeps its caches in the target folder of the package that it is started in, if there is one.
+        .current_dir(&home)
         .env("HOME", &home)
         .env("XDG_CACHE_HOME", home.join("cache"))
         .output()

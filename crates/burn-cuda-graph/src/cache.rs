@@ -1,5 +1,7 @@
 //! The bounded cache of entries, one per shape key.
 //!
+//! Which graph goes when a bound is passed is the engine's to say: it knows what each is worth.
+//!
 //! Two bounds: sealed graphs (by number and by bytes), which hold device memory, and entries of any phase, which
 //! hold host memory only but would grow without end on a stream of ever-new shapes.
 
@@ -21,7 +23,7 @@ pub(crate) trait CacheEntry {
     fn sealed_bytes(&self) -> Option<u64>;
 }
 
-/// Entries by key, least recently used first out.
+/// Entries by key.
 #[derive(Debug)]
 pub(crate) struct Cache<E> {
     slots: HashMap<ShapeKey, Slot<E>>,
@@ -84,23 +86,30 @@ impl<E: CacheEntry> Cache<E> {
             .sum()
     }
 
-    /// The least recently used sealed entry other than `keep`, when the bounds are passed.
+    /// The sealed entry other than `keep` that is worth least, when the bounds are passed.
     pub fn over_bounds(
         &self,
         max_graphs: usize,
         max_bytes: Option<u64>,
         keep: &ShapeKey,
+        worth: impl Fn(&E) -> f64,
     ) -> Option<ShapeKey> {
         let over = self.sealed_count() > max_graphs
             || max_bytes.is_some_and(|max| self.sealed_bytes() > max);
         if !over {
             return None;
         }
+        self.least(keep, worth)
+    }
+
+    /// The sealed entry other than `keep` that is worth least, and of equals the least recently used.
+    pub fn least(&self, keep: &ShapeKey, worth: impl Fn(&E) -> f64) -> Option<ShapeKey> {
         self.slots
             .iter()
             .filter(|(key, slot)| *key != keep && slot.entry.sealed_bytes().is_some())
-            .min_by_key(|(_, slot)| slot.last_used)
-            .map(|(key, _)| key.clone())
+            .map(|(key, slot)| (key, worth(&slot.entry), slot.last_used))
+            .min_by(|(_, a, used_a), (_, b, used_b)| a.total_cmp(b).then(used_a.cmp(used_b)))
+            .map(|(key, ..)| key.clone())
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&ShapeKey, &E)> {
@@ -160,17 +169,24 @@ mod tests {
         assert_eq!(cache.sealed_bytes(), 10);
     }
 
-    /// By number or by bytes, the least recently used goes first and the newest is never the victim.
+    /// By number or by bytes, what is worth least goes first, of equals the least recently used, and the newest is never
+    /// the victim.
     #[test]
-    fn the_least_recently_used_graph_is_evicted() {
+    fn the_graph_worth_least_is_evicted() {
         let mut cache = Cache::new();
         for rate in 0..3 {
             cache.entry(&key(rate), || Entry(Some(100)));
         }
         cache.entry(&key(0), || Entry(None));
-        assert_eq!(cache.over_bounds(3, None, &key(2)), None);
-        assert_eq!(cache.over_bounds(2, None, &key(2)), Some(key(1)));
-        assert_eq!(cache.over_bounds(8, Some(250), &key(1)), Some(key(2)));
-        assert_eq!(cache.over_bounds(8, Some(300), &key(1)), None);
+        let over = |max_graphs, max_bytes, keep| {
+            cache.over_bounds(max_graphs, max_bytes, &key(keep), |_| 1.0)
+        };
+        assert_eq!(over(3, None, 2), None);
+        assert_eq!(over(2, None, 2), Some(key(1)));
+        assert_eq!(over(8, Some(250), 1), Some(key(2)));
+        assert_eq!(over(8, Some(300), 1), None);
+        let small = |entry: &Entry| -(entry.0.unwrap_or(0) as f64);
+        cache.entry(&key(3), || Entry(Some(500)));
+        assert_eq!(cache.least(&key(0), small), Some(key(3)));
     }
 }

@@ -1,11 +1,14 @@
 //! How a step is captured.
 
+use crate::bucketing::Bucketing;
 use serde::{Deserialize, Serialize};
 
 /// What to do when a step cannot run as a graph.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Policy {
-    /// Run it eagerly and give the reason in [`StepPath::Eager`](crate::StepPath::Eager).
+    /// Run it eagerly and give the reason in [`StepPath::Eager`](crate::StepPath::Eager). Once a recording was measured, a
+    /// further key is recorded only when it comes by often enough for its replays to earn that time back, and not in the
+    /// place of graphs that are worth more.
     #[default]
     Fallback,
     /// Do not run it: return [`StepError::GraphRequired`](crate::StepError::GraphRequired), the state left as
@@ -26,11 +29,17 @@ pub struct GraphConfig {
     /// Consecutive steps of one key that must run the same operations before it is recorded. Default 3, at
     /// least 2: one step has nothing to be compared with.
     pub warmup: u32,
-    /// Sealed graphs held at once; the least recently used is evicted. Default 8.
+    /// Sealed graphs held at once. Above it the one worth least is evicted: whose replays save the least time per call and
+    /// byte held, which a graph that was not used for long does whatever its replays save. Default 8.
     pub max_graphs: usize,
-    /// Bytes that graphs may hold together (static inputs, outputs, guarded pages); the least recently used
-    /// are evicted above it. Default: no bound.
+    /// Bytes that graphs may hold together (static inputs, outputs, guarded pages); above it, those worth least are
+    /// evicted, the newest never. Default: [`memory_share`](Self::memory_share) of what the device has.
     pub max_bytes: Option<u64>,
+    /// The share of the device's memory that graphs of the step may hold where [`max_bytes`](Self::max_bytes) does not say.
+    /// Default 0.5. Without effect on a device whose driver does not say what it has
+    /// ([`device_memory`](crate::device_memory)).
+    #[serde(default = "default_memory_share")]
+    pub memory_share: f64,
     /// What to do when a step cannot run as a graph. Default: fall back to eager.
     pub policy: Policy,
     /// How often a window refused for room is tried again, each time with a larger headroom reserve.
@@ -48,6 +57,9 @@ pub struct GraphConfig {
     /// its update, and may be tuned to sum in another order, so trained parameters may differ from plain Burn's in their
     /// last bits. Eager and replayed steps of one configuration agree.
     pub fused_updates: bool,
+    /// How batches are padded to a few shapes, one after the other. Default: not at all.
+    #[serde(default)]
+    pub bucketing: Vec<Bucketing>,
     /// Every so many replays of the step, run the step eagerly as well, from a snapshot, and compare state and output. A
     /// difference is [`StepError::Verification`](crate::StepError::Verification). Default: never. A verified step costs
     /// an eager step, a copy of the state, and reading both states back.
@@ -58,16 +70,22 @@ pub struct GraphConfig {
     pub verify_tolerance: f32,
 }
 
+fn default_memory_share() -> f64 {
+    0.5
+}
+
 impl Default for GraphConfig {
     fn default() -> Self {
         Self {
             warmup: 3,
             max_graphs: 8,
             max_bytes: None,
+            memory_share: default_memory_share(),
             policy: Policy::default(),
             room_retries: 3,
             synced_timing: false,
             fused_updates: false,
+            bucketing: Vec::new(),
             verify: None,
             verify_tolerance: 0.0,
         }
@@ -98,6 +116,12 @@ impl GraphConfig {
         self
     }
 
+    /// Set [`memory_share`](Self::memory_share), between 0 and 1; what is no number stands for 0.
+    pub fn with_memory_share(mut self, share: f64) -> Self {
+        self.memory_share = if share > 0.0 { share.min(1.0) } else { 0.0 };
+        self
+    }
+
     /// Set [`policy`](Self::policy).
     pub fn with_policy(mut self, policy: Policy) -> Self {
         self.policy = policy;
@@ -119,6 +143,12 @@ impl GraphConfig {
     /// Set [`fused_updates`](Self::fused_updates).
     pub fn with_fused_updates(mut self, fused: bool) -> Self {
         self.fused_updates = fused;
+        self
+    }
+
+    /// Pad batches by `bucketing`, after those that were given before.
+    pub fn with_bucketing(mut self, bucketing: Bucketing) -> Self {
+        self.bucketing.push(bucketing);
         self
     }
 

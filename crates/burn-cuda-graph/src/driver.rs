@@ -8,6 +8,7 @@
 //!
 //! This is the only module with `unsafe`.
 
+use burn::tensor::Device;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -199,6 +200,76 @@ pub fn cuda_libraries() -> Option<CudaLibraries> {
     return Some(libraries::find());
     #[cfg(not(feature = "cuda"))]
     None
+}
+
+/// Memory of a device, as its driver counts it for all processes together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceMemory {
+    /// Bytes that can be allocated now.
+    pub free_bytes: u64,
+    /// Bytes that the device has.
+    pub total_bytes: u64,
+}
+
+/// The memory of `device`; `None` where no driver says it: for every device but CUDA's, and without the feature `cuda`.
+pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
+    #[cfg(feature = "cuda")]
+    if let Some(burn_cubecl::CubeDevice::Cuda(device)) = crate::pool::cube_device(device) {
+        return memory::of(device.index);
+    }
+    let _ = device;
+    None
+}
+
+#[cfg(feature = "cuda")]
+mod memory {
+    use super::DeviceMemory;
+    use cudarc::driver::DriverError;
+    use cudarc::driver::result::{ctx, device, init, mem_get_info, primary_ctx};
+    use cudarc::driver::sys::is_culib_present;
+
+    /// The memory of the device of this ordinal.
+    #[expect(unsafe_code)]
+    pub(super) fn of(ordinal: usize) -> Option<DeviceMemory> {
+        let ordinal = i32::try_from(ordinal).ok()?;
+        // SAFETY: it only looks for the driver's library.
+        if !unsafe { is_culib_present() } {
+            return None;
+        }
+        match ask(ordinal) {
+            Ok((free, total)) => Some(DeviceMemory {
+                free_bytes: free as u64,
+                total_bytes: total as u64,
+            }),
+            Err(err) => {
+                log::debug!("the driver does not say how much memory is free: {err}");
+                None
+            }
+        }
+    }
+
+    #[expect(unsafe_code)]
+    fn ask(ordinal: i32) -> Result<(usize, usize), DriverError> {
+        init()?;
+        let device = device::get(ordinal)?;
+        // SAFETY: the device is one that the driver just gave. The context is the one that CubeCL works in; a reference
+        // to it is taken here and given back below, so it is alive in between.
+        let context = unsafe { primary_ctx::retain(device) }?;
+        let before = ctx::get_current();
+        // SAFETY: the context is alive. It becomes the thread's current one, and the one before it is put back below.
+        let asked = unsafe { ctx::set_current(context) }.and_then(|()| mem_get_info());
+        if let Ok(before) = before {
+            // SAFETY: it was current before, whoever made it so; null stands for none.
+            let restored = unsafe { ctx::set_current(before.unwrap_or(core::ptr::null_mut())) };
+            if let Err(err) = restored {
+                log::debug!("the thread's CUDA context could not be put back: {err}");
+            }
+        }
+        // SAFETY: the device is one that the driver gave, and this is the reference that was taken above.
+        unsafe { primary_ctx::release(device) }?;
+        asked
+    }
 }
 
 #[cfg(feature = "cuda")]

@@ -11,10 +11,18 @@ use crate::report::{Counters, EntryReport, Report, Samples};
 use crate::shape_key::ShapeKey;
 use crate::step::StepPath;
 use crate::trial::{Found, Frequency, Trial};
+use crate::worth::{Usage, worth};
 use std::time::Instant;
 
 /// Different keys seen without a graph sealing before keys seen once are no longer watched.
 const UNSETTLED_KEYS: usize = 16;
+
+/// Replays that a key has to let expect, then, to be watched.
+const UNSETTLED_NEED: u64 = 16;
+
+/// How many times what a graph held is worth a new one has to be worth to take its place: keys that take turns are not to
+/// evict each other for ever.
+const DISPLACES: f64 = 1.5;
 
 /// How an eager step is to be run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,6 +101,10 @@ pub(crate) trait StepHost {
     fn released(&mut self);
     /// Wait for the device.
     fn wait(&mut self) -> Result<(), StepError>;
+    /// Bytes that a graph of this step is expected to hold, as its rehearsal showed.
+    fn expected_bytes(&self) -> Option<u64>;
+    /// Bytes of memory that the device has, where its driver says so.
+    fn device_bytes(&self) -> Option<u64>;
 }
 
 #[derive(Debug)]
@@ -105,9 +117,8 @@ struct Entry<F, G> {
     replays: u64,
     /// Why its last eager step was eager.
     last: Option<FallbackReason>,
-    /// Calls with this key, and all calls before the first of them.
-    seen: u64,
-    calls_before: u64,
+    /// How often it came by.
+    usage: Usage,
     /// Replays of the graph it has.
     earned: u64,
     /// Whether its graph pays is being found out.
@@ -128,8 +139,7 @@ impl<F, G> Entry<F, G> {
             eager: 0,
             replays: 0,
             last: None,
-            seen: 0,
-            calls_before: 0,
+            usage: Usage::default(),
             earned: 0,
             trial: None,
             found: None,
@@ -161,6 +171,8 @@ pub(crate) struct Engine<F, G> {
     warned_unsettled: bool,
     launches_eager: Option<u64>,
     launches_replay: Option<u64>,
+    /// The bound on bytes where the configuration has none; not known before the first graph.
+    default_bytes: Option<Option<u64>>,
     /// Calls that looked for an entry.
     calls: u64,
 }
@@ -180,6 +192,7 @@ impl<F, G> Engine<F, G> {
             warned_unsettled: false,
             launches_eager: None,
             launches_replay: None,
+            default_bytes: None,
             calls: 0,
         }
     }
@@ -221,17 +234,16 @@ impl<F, G> Engine<F, G> {
 
         self.calls += 1;
         if let Some(entry) = self.cache.touch(&key) {
-            entry.seen += 1;
+            entry.usage.note(self.calls);
             match (&entry.graph, &entry.trial) {
                 // The hot path: nothing to decide.
                 (Some(_), None) => return self.replay(key, host),
                 (Some(_), Some(_)) => return self.try_out(key, host),
                 (None, _) => {}
             }
-            let frequency = entry.left.as_mut();
-            if frequency
-                .is_some_and(|left| left.changed(self.calls - entry.calls_before, entry.seen))
-            {
+            let (usage, frequency) = (entry.usage, entry.left.as_mut());
+            let since = self.calls - usage.calls_before;
+            if frequency.is_some_and(|left| left.changed(since, usage.seen)) {
                 entry.left = None;
                 entry.lifecycle.restart();
             }
@@ -239,15 +251,18 @@ impl<F, G> Engine<F, G> {
 
         let moved = self.rate_moved(&key);
         let new = !self.cache.contains(&key);
-        let unsettled_now = new && self.unsettled >= UNSETTLED_KEYS;
+        let unsettled = self.unsettled >= UNSETTLED_KEYS;
         if new {
             self.unsettled += 1;
         }
         let (warmup, retries) = (self.config.warmup, self.config.room_retries);
+        let calls = self.calls;
         let entry = self.cache.entry(&key, || Entry::new(warmup, retries));
         if new {
-            (entry.seen, entry.calls_before) = (1, self.calls - 1);
+            entry.usage.note(calls);
         }
+        // Among keys that come and go, one is watched when it comes by as often as a graph needs.
+        let unsettled_now = unsettled && entry.usage.expected(calls) < UNSETTLED_NEED;
         let decision = entry.lifecycle.decide();
         self.last_key = Some(key.clone());
 
@@ -261,17 +276,94 @@ impl<F, G> Engine<F, G> {
                     self.warned_unsettled = true;
                     log::warn!("steps stay eager: {reason}");
                 }
-                // Watched once it is seen again: a key that never comes back is not worth the watching.
+                // A key that hardly ever comes back is not worth the watching.
                 let started = Instant::now();
                 let (output, _) = host.eager(Watch::Off)?;
                 self.count_eager(Some(&key), started, &reason);
                 Ok((output, StepPath::Eager(reason)))
             }
             Decision::Warm { rehearse } => self.warm(key, rehearse, moved, host),
-            Decision::Record { attempt } => self.record(key, attempt, host),
+            Decision::Record { attempt } => match self.not_worth_it(&key, host) {
+                Some(reason) => self.stay(Some(&key), reason, host),
+                None => self.record(key, attempt, host),
+            },
             Decision::Replay => self.replay(key, host),
             Decision::Stay(reason) => self.stay(Some(&key), reason, host),
         }
+    }
+
+    /// Replays that earn a recording back, from what was measured; `None` before anything was.
+    fn break_even(&self, entry: &Entry<F, G>) -> Option<u64> {
+        let capture_ms = self.capture_times.median_ms()?;
+        match self.gain_ms(entry)? {
+            gain if gain > 0.0 => Some((capture_ms / gain).ceil() as u64),
+            _ => None,
+        }
+    }
+
+    /// What a replay saves: as the key's own trial found, or as the calls of all keys took.
+    fn gain_ms(&self, entry: &Entry<F, G>) -> Option<f64> {
+        match entry.found {
+            Some(found) => Some(found.eager_ms - found.replay_ms),
+            None => {
+                let watched = || self.warmup_times.median_ms();
+                let eager = self.eager_times.median_ms().or_else(watched)?;
+                Some(eager - self.replay_times.median_ms()?)
+            }
+        }
+    }
+
+    /// What the graph of an entry is worth, or one of `bytes` would be.
+    fn worth(&self, entry: &Entry<F, G>, bytes: u64) -> f64 {
+        let gain = entry.found.map(|found| found.eager_ms - found.replay_ms);
+        worth(entry.usage.rate(self.calls), gain, bytes)
+    }
+
+    fn max_bytes(&self) -> Option<u64> {
+        self.config.max_bytes.or(self.default_bytes.flatten())
+    }
+
+    /// Why the stable key is not recorded now.
+    fn not_worth_it<H>(&self, key: &ShapeKey, host: &H) -> Option<FallbackReason>
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        if self.config.policy == Policy::RequireGraph {
+            return None;
+        }
+        let (_, entry) = self.cache.iter().find(|(other, _)| *other == key)?;
+        let expected = entry.usage.expected(self.calls);
+        if let Some(needed) = self.break_even(entry).filter(|needed| expected < *needed) {
+            return Some(FallbackReason::TooRare { expected, needed });
+        }
+        let (graphs, held) = (self.cache.sealed_count(), self.cache.sealed_bytes());
+        let bytes = host.expected_bytes().unwrap_or(0);
+        let over = |graphs: usize, held: u64| {
+            graphs + 1 > self.config.max_graphs
+                || self.max_bytes().is_some_and(|max| held + bytes > max)
+        };
+        // The graphs that would have to go, the one worth least first, and whether each is worth less than this one.
+        let mut others: Vec<(f64, u64)> = (self.cache.iter())
+            .filter_map(|(_, entry)| Some((entry, entry.sealed_bytes()?)))
+            .map(|(entry, bytes)| (self.worth(entry, bytes), bytes))
+            .collect();
+        others.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        let own = self.worth(entry, bytes);
+        let (mut left, mut left_bytes) = (graphs, held);
+        for (other, other_bytes) in others {
+            if !over(left, left_bytes) {
+                break;
+            }
+            if own < other * DISPLACES {
+                return Some(FallbackReason::CacheFull {
+                    graphs,
+                    bytes: held,
+                });
+            }
+            left -= 1;
+            left_bytes -= other_bytes;
+        }
+        None
     }
 
     fn stay<H>(
@@ -305,7 +397,15 @@ impl<F, G> Engine<F, G> {
             false => Watch::On,
         };
         let started = Instant::now();
-        let (output, fingerprint) = host.eager(watch)?;
+        let taken = match host.eager(watch) {
+            // It took no step. Graphs of other keys may hold the memory that it lacked.
+            Err(StepError::Uncomputed { detail }) if self.make_room(u64::MAX, &key, host) => {
+                log::warn!("[{key}] the other graphs are dropped, since a step failed: {detail}");
+                host.eager(watch)
+            }
+            taken => taken,
+        };
+        let (output, fingerprint) = taken?;
         self.warmup_times.add(started.elapsed());
         let Some(entry) = self.cache.get_mut(&key) else {
             return Ok((output, StepPath::Eager(FallbackReason::CaptureBusy)));
@@ -439,6 +539,9 @@ impl<F, G> Engine<F, G> {
                 }
                 self.counters.recorded += 1;
                 self.counters.captures += 1;
+                let share = self.config.memory_share;
+                self.default_bytes
+                    .get_or_insert_with(|| Some((host.device_bytes()? as f64 * share) as u64));
                 self.unsettled = 0;
                 log::info!(
                     "[{key}] captured in {:.1} ms, holding {bytes} bytes",
@@ -446,6 +549,11 @@ impl<F, G> Engine<F, G> {
                 );
                 self.evict(&key, host);
                 return Ok((output, StepPath::Recorded));
+            }
+            Attempt::Refused(Refusal::Memory { needed_bytes, .. })
+                if self.make_room(needed_bytes, &key, host) =>
+            {
+                return self.record(key, attempt, host);
             }
             Attempt::Refused(refusal) => {
                 let reason = match self.cache.get_mut(&key) {
@@ -597,7 +705,10 @@ impl<F, G> Engine<F, G> {
         if let Some(entry) = self.cache.get_mut(key) {
             entry.graph = None;
             entry.bytes = 0;
-            entry.left = Some(Frequency::new(calls - entry.calls_before, entry.seen));
+            entry.left = Some(Frequency::new(
+                calls - entry.usage.calls_before,
+                entry.usage.seen,
+            ));
             entry.lifecycle.refuse(reason);
         }
     }
@@ -608,32 +719,62 @@ impl<F, G> Engine<F, G> {
     {
         while let Some(victim) =
             self.cache
-                .over_bounds(self.config.max_graphs, self.config.max_bytes, keep)
+                .over_bounds(self.config.max_graphs, self.max_bytes(), keep, |entry| {
+                    self.worth(entry, entry.bytes)
+                })
         {
-            let capture_ms = self.capture_times.median_ms();
-            let mut too_rare = None;
-            if let Some(entry) = self.cache.get_mut(&victim) {
-                entry.graph = None;
-                entry.lifecycle.evicted();
-                log::info!("[{victim}] evicted, giving back {} bytes", entry.bytes);
-                entry.bytes = 0;
-                // One that was evicted in its trial begins that anew.
-                entry.trial = None;
-                let needed = (entry.found.zip(capture_ms))
-                    .and_then(|(found, capture_ms)| found.break_even(capture_ms));
-                too_rare = needed
-                    .filter(|needed| entry.earned < *needed)
-                    .map(|needed| FallbackReason::NotAmortised {
-                        replays: entry.earned,
-                        needed,
-                    });
-            }
-            if let Some(reason) = too_rare {
-                self.leave(&victim, reason);
-            }
-            self.counters.evictions += 1;
-            host.released();
+            self.evict_one(&victim, host);
         }
+    }
+
+    /// Evict graphs of other keys than `keep`, those worth least first, until as many bytes are given back. Answers
+    /// whether there was one.
+    fn make_room<H>(&mut self, bytes: u64, keep: &ShapeKey, host: &mut H) -> bool
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let mut given_back = 0;
+        let mut any = false;
+        while given_back < bytes.max(1) {
+            let least = (self.cache).least(keep, |entry| self.worth(entry, entry.bytes));
+            let Some(victim) = least else {
+                break;
+            };
+            given_back += self.evict_one(&victim, host);
+            any = true;
+        }
+        any
+    }
+
+    /// Drop the graph of `victim`; the bytes that it held.
+    fn evict_one<H>(&mut self, victim: &ShapeKey, host: &mut H) -> u64
+    where
+        H: StepHost<Fingerprint = F, Graph = G>,
+    {
+        let capture_ms = self.capture_times.median_ms();
+        let (mut too_rare, mut bytes) = (None, 0);
+        if let Some(entry) = self.cache.get_mut(victim) {
+            entry.graph = None;
+            entry.lifecycle.evicted();
+            bytes = core::mem::take(&mut entry.bytes);
+            log::info!("[{victim}] evicted, giving back {bytes} bytes");
+            // One that was evicted in its trial begins that anew.
+            entry.trial = None;
+            let needed = (entry.found.zip(capture_ms))
+                .and_then(|(found, capture_ms)| found.break_even(capture_ms));
+            too_rare = needed
+                .filter(|needed| entry.earned < *needed)
+                .map(|needed| FallbackReason::NotAmortised {
+                    replays: entry.earned,
+                    needed,
+                });
+        }
+        if let Some(reason) = too_rare {
+            self.leave(victim, reason);
+        }
+        self.counters.evictions += 1;
+        host.released();
+        bytes
     }
 
     /// Forget every entry: the state was changed from outside, or the step is to warm up anew.
@@ -725,6 +866,9 @@ mod tests {
         live_graphs: std::rc::Rc<std::cell::Cell<i64>>,
         released: u64,
         waits: u64,
+        device_bytes: Option<u64>,
+        /// Graphs that fit beside a step, and calls for which a step's own memory is short.
+        fits: Option<i64>,
         /// How long an eager step and a replay take.
         eager_takes: std::time::Duration,
         replay_takes: std::time::Duration,
@@ -743,6 +887,7 @@ mod tests {
         Room,
         Other,
         Final,
+        Memory,
         Busy,
         Stale,
         RateBaked,
@@ -763,6 +908,11 @@ mod tests {
 
         fn eager(&mut self, watch: Watch) -> Result<(u64, Option<u64>), StepError> {
             assert!(!self.panics_eager, "scripted");
+            let short = self.fits.is_some_and(|fits| self.live_graphs.get() > fits);
+            if short && watch != Watch::Off {
+                let detail = "out of memory".into();
+                return Err(StepError::Uncomputed { detail });
+            }
             std::thread::sleep(self.eager_takes);
             self.value += 1;
             let baked = self
@@ -822,6 +972,10 @@ mod tests {
                 Outcome::Final => Attempt::Refused(Refusal::Final(FallbackReason::HostRead {
                     detail: "read".into(),
                 })),
+                Outcome::Memory => Attempt::Refused(Refusal::Memory {
+                    needed_bytes: 1,
+                    detail: "out of memory".into(),
+                }),
                 Outcome::Busy => Attempt::Busy,
                 Outcome::Stale => Attempt::Stale,
                 Outcome::RateBaked => match &self.free {
@@ -869,6 +1023,12 @@ mod tests {
         fn wait(&mut self) -> Result<(), StepError> {
             self.waits += 1;
             Ok(())
+        }
+        fn expected_bytes(&self) -> Option<u64> {
+            Some(100)
+        }
+        fn device_bytes(&self) -> Option<u64> {
+            self.device_bytes
         }
     }
 
@@ -951,11 +1111,12 @@ mod tests {
                         Outcome::Room,
                         Outcome::Other,
                         Outcome::Final,
+                        Outcome::Memory,
                         Outcome::Busy,
                         Outcome::Stale,
                         Outcome::RateBaked,
                         Outcome::Panic,
-                    ][random.below(8) as usize];
+                    ][random.below(9) as usize];
                     host.windows = vec![outcome];
                 }
                 host.panics_eager = random.below(25) == 0;
@@ -1154,6 +1315,136 @@ mod tests {
         };
         assert_eq!(replays, 6);
         assert!(needed > 6, "{needed}");
+    }
+
+    /// A key that comes by now and then is not recorded while its replays cannot earn that back, and is once they can.
+    #[test]
+    fn a_rare_key_is_recorded_when_it_pays() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted {
+            record_takes: std::time::Duration::from_millis(20),
+            ..Default::default()
+        };
+        let eager = std::time::Duration::from_micros(500);
+        let mut recorded = None;
+        // Warm and recorded at once, and so measured; eager steps are timed where they are not watched.
+        for call in 1..=3000u64 {
+            // One call in fifty: 20 in the thousand that are expected at least.
+            let id = u64::from(call % 50 == 49);
+            host.eager_takes = if id == 1 { eager } else { Default::default() };
+            let (_, path) = engine.step(key(id), None, &mut host).expect("runs");
+            match (id, path) {
+                (1, StepPath::Recorded) => recorded = Some(call),
+                (1, StepPath::Eager(FallbackReason::TooRare { expected, needed })) => {
+                    assert!(expected < needed);
+                }
+                _ => {}
+            }
+        }
+        // A recording takes some 20 ms and a replay saves some 0.5 ms: 40 or more replays have to be expected.
+        assert!(
+            recorded.is_none_or(|call| call > 1000),
+            "recorded in call {recorded:?}"
+        );
+        let rare = engine.report();
+        let rare = (rare.entries.iter()).find(|entry| entry.key == key(1));
+        let last = rare.and_then(|entry| entry.last_fallback.as_ref());
+        assert!(
+            recorded.is_some() || matches!(last, Some(FallbackReason::TooRare { .. })),
+            "{last:?}"
+        );
+    }
+
+    /// Keys that take turns in a cache that is too small for all of them do not evict each other for ever.
+    #[test]
+    fn keys_that_take_turns_do_not_thrash() {
+        let mut engine = Engine::new(GraphConfig::new().with_max_graphs(2));
+        let mut host = Scripted::default();
+        for call in 0..600 {
+            engine
+                .step(key(call % 3), None, &mut host)
+                .expect("steps run");
+        }
+        let report = engine.report();
+        assert!(report.captures <= 4, "{report}");
+        assert!(report.fallbacks["cache-full"] > 100, "{report}");
+        assert_eq!(report.graphs_held, 2);
+        // The third takes the place of one that does not come by any more.
+        for _ in 0..600 {
+            for id in [1, 2] {
+                engine.step(key(id), None, &mut host).expect("steps run");
+            }
+        }
+        let (_, one) = engine.step(key(1), None, &mut host).expect("steps run");
+        let (_, two) = engine.step(key(2), None, &mut host).expect("steps run");
+        assert_eq!((one, two), (StepPath::Replayed, StepPath::Replayed));
+    }
+
+    /// Without a bound of its own a cache takes its share of the device, and not more.
+    #[test]
+    fn a_share_of_the_device_bounds_the_bytes() {
+        let mut engine = Engine::new(GraphConfig::new().with_memory_share(0.25));
+        let mut host = Scripted {
+            device_bytes: Some(1000),
+            ..Default::default()
+        };
+        for id in 0..5 {
+            for _ in 0..6 {
+                engine.step(key(id), None, &mut host).expect("runs");
+            }
+        }
+        let report = engine.report();
+        assert_eq!((report.graphs_held, report.bytes_held), (2, 200));
+        assert!(report.evictions >= 3, "{report}");
+    }
+
+    /// A recording that the memory does not suffice for takes the place of graphs that are worth less, and the step of the
+    /// call is taken; without any to drop it stays eager and says so.
+    #[test]
+    fn out_of_memory_evicts_and_retries_and_then_stays_eager() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted::default();
+        for _ in 0..6 {
+            engine.step(key(0), None, &mut host).expect("runs");
+        }
+        for _ in 0..3 {
+            engine.step(key(1), None, &mut host).expect("runs");
+        }
+        host.windows = vec![Outcome::Memory];
+        let (value, path) = engine.step(key(1), None, &mut host).expect("runs");
+        assert_eq!((value, path), (10, StepPath::Recorded));
+        assert_eq!((host.live_graphs.get(), host.released), (1, 1));
+        // Alone, and out of memory.
+        engine.invalidate();
+        for _ in 0..3 {
+            engine.step(key(2), None, &mut host).expect("runs");
+        }
+        host.windows = vec![Outcome::Memory];
+        for value in 14..18 {
+            let (taken, path) = engine.step(key(2), None, &mut host).expect("runs");
+            let StepPath::Eager(FallbackReason::OutOfMemory { .. }) = path else {
+                panic!("{path:?}")
+            };
+            assert_eq!(taken, value);
+        }
+    }
+
+    /// A watched step that fails for lack of memory is taken again without the graphs that hold it; alone it is an error,
+    /// and no step.
+    #[test]
+    fn a_warm_up_that_lacks_memory_drops_the_graphs() {
+        let mut engine = Engine::new(GraphConfig::new());
+        let mut host = Scripted::default();
+        for _ in 0..6 {
+            engine.step(key(0), None, &mut host).expect("runs");
+        }
+        host.fits = Some(0);
+        let (value, _) = engine.step(key(1), None, &mut host).expect("runs");
+        assert_eq!((value, host.live_graphs.get()), (7, 0));
+        host.fits = Some(-1);
+        let error = engine.step(key(1), None, &mut host).map(|_| ());
+        assert!(matches!(error, Err(StepError::Uncomputed { .. })));
+        assert_eq!((host.value, engine.report().steps()), (7, 7));
     }
 
     /// A learning rate that moves is named as such, not as a warm-up without end.

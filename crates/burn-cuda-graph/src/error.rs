@@ -214,6 +214,39 @@ pub enum FallbackReason {
         /// Median of the timed replays.
         replay_ms: f64,
     },
+    /// The device has too little free memory to record the step, with every graph that could make room gone.
+    #[error(
+        "the device has no memory left to record the step, which asks for {needed_bytes} bytes: make batches smaller, or \
+         free memory and call release(); it is tried again when the state's graphs are dropped. The device said: {detail}"
+    )]
+    OutOfMemory {
+        /// Bytes that the recording asks for beyond what is held.
+        needed_bytes: u64,
+        /// The device's own words.
+        detail: String,
+    },
+    /// The key comes by too rarely for its replays to earn back the time of its recording.
+    #[error(
+        "the key comes by too rarely: {expected} replays are expected, and {needed} earn a recording back; pad batches to \
+         fewer shapes"
+    )]
+    TooRare {
+        /// Replays expected, from how often the key came by.
+        expected: u64,
+        /// Replays that earn the time of a recording back, as measured on other keys.
+        needed: u64,
+    },
+    /// The cache is full of graphs that are worth more.
+    #[error(
+        "the {graphs} graphs held, of {bytes} bytes, save more time than one of this key would: allow more (max_graphs, \
+         max_bytes), or pad batches to fewer shapes"
+    )]
+    CacheFull {
+        /// Graphs held.
+        graphs: usize,
+        /// Bytes they hold.
+        bytes: u64,
+    },
     /// A graph was evicted before its replays had earned its recording back
     /// ([`Policy::Adaptive`](crate::Policy::Adaptive)).
     #[error(
@@ -256,6 +289,9 @@ impl FallbackReason {
             FallbackReason::Timed => "timed",
             FallbackReason::ReplayDoesNotPay { .. } => "replay-does-not-pay",
             FallbackReason::NotAmortised { .. } => "not-amortised",
+            FallbackReason::OutOfMemory { .. } => "out-of-memory",
+            FallbackReason::TooRare { .. } => "too-rare",
+            FallbackReason::CacheFull { .. } => "cache-full",
         }
     }
 
@@ -266,6 +302,8 @@ impl FallbackReason {
             FallbackReason::WarmingUp { .. }
                 | FallbackReason::CaptureBusy
                 | FallbackReason::Timed
+                | FallbackReason::TooRare { .. }
+                | FallbackReason::CacheFull { .. }
                 | FallbackReason::LearningRateMoved { .. }
                 | FallbackReason::StateGrew { .. }
         )
@@ -347,6 +385,9 @@ pub enum StepError {
     /// The state holds no tensor.
     #[error("the state holds no tensor, so there is no device to run on: build the model first")]
     EmptyState,
+    /// The configured bucketing does not fit the batch.
+    #[error("{0}; the state is unchanged")]
+    Bucketing(#[from] crate::bucketing::BucketingError),
     /// The learning rate is not a number.
     #[error("the learning rate is {value}: it must be finite; the state is unchanged")]
     LearningRate {
@@ -379,6 +420,16 @@ pub enum StepError {
     Replay {
         /// The graph's key.
         key: Box<ShapeKey>,
+        /// The device's own words.
+        detail: String,
+    },
+    /// The device could not compute a watched step, for lack of memory as a rule. The state is what it was, and dropping
+    /// graphs of other keys did not help, or there were none.
+    #[error(
+        "the device could not compute the step: {detail}; the state is unchanged. Where memory is short, make batches \
+         smaller, or free some and call release()"
+    )]
+    Uncomputed {
         /// The device's own words.
         detail: String,
     },

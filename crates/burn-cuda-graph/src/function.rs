@@ -1,5 +1,6 @@
 //! A function of a state and a batch that records itself.
 
+use crate::bucketing::{Padding, Plan};
 use crate::config::GraphConfig;
 use crate::context::{LearningRates, Rates, StepRate};
 use crate::engine::Engine;
@@ -12,7 +13,7 @@ use crate::report::Report;
 use crate::shape_key::ShapeKey;
 use crate::state::StepState;
 use crate::step::StepOutput;
-use crate::tensor::AnyTensor;
+use crate::tensor::{AnyTensor, TensorSpec};
 use crate::tree::{self, TensorTree};
 use burn::tensor::Device;
 use std::cell::Cell;
@@ -58,6 +59,8 @@ pub struct GraphedFn<S, B, O, F> {
     pub(crate) generation: Option<u64>,
     /// Whether a call is a step of the state.
     kind: Kind,
+    /// What padding came to.
+    padding: Padding,
     types: core::marker::PhantomData<fn(&mut S, B)>,
 }
 
@@ -102,6 +105,7 @@ where
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             generation: None,
             kind,
+            padding: Padding::default(),
             types: core::marker::PhantomData,
         }
     }
@@ -154,6 +158,7 @@ where
             baked,
             id,
             kind,
+            padding,
             ..
         } = self;
         let device = state.device().clone();
@@ -166,8 +171,20 @@ where
         let stream = core.stream();
         let taken = stream.run(|| {
             // A tensor made on another thread's stream is viewed from this one once, here, rather than at each use.
-            let tensors = tree::tensors_of(&batch);
+            let mut tensors = tree::tensors_of(&batch);
             let given = batch;
+            let mut specs: Vec<TensorSpec> = tensors.iter().map(AnyTensor::spec).collect();
+            let plan = Plan::new(&engine.config().bucketing, &mut specs)?;
+            if plan.pads() {
+                check_batch(&tensors, &device)?;
+                plan.apply(&mut tensors);
+            }
+            if let (Some((length, largest)), 0) = (plan.above, padding.above) {
+                log::warn!(
+                    "a batch of length {length} is above the largest bucket, {largest}: it is not padded, and its shape is \
+                     warmed up and recorded by itself"
+                );
+            }
             let batch = tree::with_tensors(&given, &tensors, "batch")?;
             drop(given);
             check_batch(&tensors, &device)?;
@@ -176,7 +193,7 @@ where
                 .or(blocked)
                 .or_else(|| blocked_by_batch(&tensors))
                 .or(stay);
-            let free = key_of(&batch, &tensors, &rates);
+            let free = key_of(&batch, specs, &rates);
             let key = keyed(&free, &rates, baked);
             let (fused_updates, synced, verify_tolerance) = (
                 engine.config().fused_updates,
@@ -199,7 +216,11 @@ where
                 synced,
                 output: core::marker::PhantomData,
             };
-            engine.step(key, blocked, &mut host)
+            let taken = engine.step(key, blocked, &mut host);
+            if taken.is_ok() {
+                padding.count(&plan);
+            }
+            taken
         });
         // Its own graphs are gone where it had the buffers dropped.
         self.generation = Some(state.core.generation());
@@ -270,7 +291,12 @@ where
 
     /// What happened so far.
     pub fn report(&self) -> Report {
-        self.engine.report()
+        Report {
+            padded_calls: self.padding.calls,
+            padding_share: self.padding.share(),
+            above_buckets: self.padding.above,
+            ..self.engine.report()
+        }
     }
 
     /// For each shape key, whether it is a graph, why not, and what to do about it.
@@ -304,7 +330,11 @@ where
         lr: impl Into<LearningRates>,
     ) -> (ShapeKey, Rates) {
         let rates = Rates::new(lr.into(), state.parameters());
-        let free = key_of(batch, &tree::tensors_of(batch), &rates);
+        let tensors = tree::tensors_of(batch);
+        let mut specs: Vec<TensorSpec> = tensors.iter().map(AnyTensor::spec).collect();
+        // A call says what does not fit.
+        drop(Plan::new(&self.engine.config().bucketing, &mut specs));
+        let free = key_of(batch, specs, &rates);
         (keyed(&free, &rates, &self.baked), rates)
     }
 }
@@ -332,11 +362,11 @@ where
 }
 
 /// The key of a call, but for the values of its rates.
-fn key_of<B: TensorTree>(batch: &B, tensors: &[AnyTensor], rates: &Rates) -> ShapeKey {
+fn key_of<B: TensorTree>(batch: &B, tensors: Vec<TensorSpec>, rates: &Rates) -> ShapeKey {
     let mut host = Vec::new();
     batch.visit_host_fields(&mut |field| host.push(field));
     ShapeKey {
-        tensors: tensors.iter().map(AnyTensor::spec).collect(),
+        tensors,
         host,
         rate_classes: rates.partition(),
         learning_rate_bits: None,

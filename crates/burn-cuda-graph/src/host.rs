@@ -522,6 +522,16 @@ where
         self.core.trim();
     }
 
+    fn expected_bytes(&self) -> Option<u64> {
+        let pool = self.core.pool.as_ref()?;
+        let rehearsal = pool.rehearsal(&(self.function, self.key.clone()))?;
+        Some(rehearsal.step_bytes)
+    }
+
+    fn device_bytes(&self) -> Option<u64> {
+        crate::driver::device_memory(&self.core.device).map(|memory| memory.total_bytes)
+    }
+
     fn wait(&mut self) -> Result<(), StepError> {
         self.core.sync().map_err(|detail| StepError::Device {
             doing: "waiting for a step".into(),
@@ -759,6 +769,7 @@ where
 
     fn watch_eager(&mut self) -> Result<(O, Fingerprint), StepError> {
         let before = state::tensors_of(self.state);
+        let backup = self.state.clone();
         let clocks = Clocks::of(self.state);
         let step_end = self.core.pool.as_ref().map(|pool| pool.step_end(&before));
         let recorder = Arc::new(Recorder::default());
@@ -776,6 +787,14 @@ where
             (output, context, escaped, recorder.launches())
         };
         let after = state::tensors_of(self.state);
+        if let Some(pool) = &self.core.pool {
+            let results = after.iter().cloned().chain(tree::tensors_of(&output));
+            if let Err(detail) = pool.check(&results.collect::<Vec<_>>()) {
+                *self.state = state::with_tensors(backup, &before);
+                return Err(StepError::Uncomputed { detail });
+            }
+        }
+        drop(backup);
         let step = Observed {
             before: &before,
             batch: self.tensors,
@@ -908,16 +927,21 @@ where
         let reserve_bytes = match rehearsal.needs.reserve(&pool.client, attempt) {
             Ok(bytes) => bytes,
             Err(detail) => {
-                return Ok(Attempt::Refused(Refusal::Room {
-                    reserve_bytes: rehearsal.needs.bytes(attempt),
+                return Ok(Attempt::Refused(Refusal::Memory {
+                    needed_bytes: rehearsal.needs.bytes(attempt),
                     detail: format!("the headroom reserve could not be had: {detail}"),
                 }));
             }
         };
-        self.core
-            .device
-            .sync()
-            .map_err(|err| device("preparing a recording")(err.to_string()))?;
+        let owned_and_inputs = owned.buffers().iter().chain(inputs.buffers());
+        let computed = pool.check_buffers(owned_and_inputs.clone());
+        if let Err(detail) = computed.and_then(|()| self.core.sync()) {
+            let bytes = owned_and_inputs.map(|buffer| buffer.handle.size_in_used());
+            return Ok(Attempt::Refused(Refusal::Memory {
+                needed_bytes: bytes.sum(),
+                detail: format!("the state could not be copied: {detail}"),
+            }));
+        }
 
         let overwritten = (owned.tensors.iter().zip(rehearsed.overwritable()))
             .filter(|(_, overwritable)| *overwritable)

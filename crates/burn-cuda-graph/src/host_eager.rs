@@ -152,6 +152,12 @@ where
     }
     fn released(&mut self) {}
 
+    fn expected_bytes(&self) -> Option<u64> {
+        None
+    }
+    fn device_bytes(&self) -> Option<u64> {
+        None
+    }
     fn wait(&mut self) -> Result<(), StepError> {
         Ok(())
     }

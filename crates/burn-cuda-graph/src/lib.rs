@@ -27,6 +27,7 @@
 #![warn(missing_docs, missing_debug_implementations)]
 #![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
+mod bucketing;
 mod cache;
 mod config;
 mod context;
@@ -48,6 +49,7 @@ mod tensor;
 mod tree;
 mod trial;
 mod update_rule;
+mod worth;
 
 #[cfg(feature = "cubecl-backend")]
 mod copy;
@@ -73,10 +75,11 @@ mod train;
 #[cfg(feature = "train")]
 mod train_outputs;
 
+pub use bucketing::{Bucketing, BucketingError, Buckets, Fill, masked_mean, padding_mask};
 pub use burn_cuda_graph_derive::TensorTree;
 pub use config::{GraphConfig, Policy};
 pub use context::{LearningRates, StepRate, UpdateRate};
-pub use driver::{CudaLibraries, cuda_libraries, tolerate_captures};
+pub use driver::{CudaLibraries, DeviceMemory, cuda_libraries, device_memory, tolerate_captures};
 pub use error::{FallbackReason, Mismatch, StepError};
 pub use explain::{Explanation, KeyExplanation};
 pub use function::GraphedFn;

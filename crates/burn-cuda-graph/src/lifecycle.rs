@@ -51,6 +51,8 @@ pub(crate) enum Verdict {
 pub(crate) enum Refusal {
     /// The memory held had no room; a larger reserve may help.
     Room { reserve_bytes: u64, detail: String },
+    /// The device has no memory left for it; one of graphs that are worth less may be had.
+    Memory { needed_bytes: u64, detail: String },
     /// Something that another try will not change.
     Final(FallbackReason),
     /// Something that may have been a passing neighbour.
@@ -177,6 +179,16 @@ impl Lifecycle {
                     self.room_refusals > self.room_retries,
                 )
             }
+            Refusal::Memory {
+                needed_bytes,
+                detail,
+            } => (
+                FallbackReason::OutOfMemory {
+                    needed_bytes,
+                    detail,
+                },
+                true,
+            ),
             Refusal::Final(reason) => (reason, true),
             Refusal::Other { detail } => {
                 self.other_refusals += 1;

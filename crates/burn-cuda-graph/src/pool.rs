@@ -506,6 +506,28 @@ impl Pool {
         self.trim();
     }
 
+    /// Whether the values of `tensors` could be computed, as far as the device knows now.
+    ///
+    /// # Errors
+    ///
+    /// Its words for what could not.
+    pub fn check(&self, tensors: &[AnyTensor]) -> Result<(), String> {
+        self.check_buffers(&resolve_all(tensors)?)
+    }
+
+    /// The same of buffers.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check).
+    pub fn check_buffers<'a>(
+        &self,
+        buffers: impl IntoIterator<Item = &'a CubeTensor>,
+    ) -> Result<(), String> {
+        let handles = buffers.into_iter().map(|buffer| &buffer.handle);
+        (self.client.check(handles)).map_err(|err| err.to_string())
+    }
+
     /// Have pinned staging ready for metadata that the rehearsal did not see: a copy recorded inside a window needs a
     /// slice of its own, and none can be allocated there. On a prepared stream the slices are held until the window
     /// opens, so each upload makes one more.

@@ -122,6 +122,15 @@ pub struct Report {
     pub launches_per_replay: Option<u64>,
     /// The difference of the two.
     pub launches_saved_per_step: Option<u64>,
+    /// Calls whose batch was padded ([`GraphConfig::bucketing`](crate::GraphConfig::bucketing)).
+    #[serde(default)]
+    pub padded_calls: u64,
+    /// The share of padding in the elements of the tensors that bucketing names, over all calls.
+    #[serde(default)]
+    pub padding_share: Option<f64>,
+    /// Calls with a length above the largest bucket, which was left as it is.
+    #[serde(default)]
+    pub above_buckets: u64,
     /// Per key, most used first.
     pub entries: Vec<EntryReport>,
 }
@@ -161,6 +170,9 @@ impl Report {
             launches_saved_per_step: launches_eager
                 .zip(launches_replay)
                 .map(|(eager, replay)| eager.saturating_sub(replay)),
+            padded_calls: 0,
+            padding_share: None,
+            above_buckets: 0,
             entries,
         }
     }
@@ -231,6 +243,15 @@ impl core::fmt::Display for Report {
             count(self.launches_per_replay),
             count(self.launches_saved_per_step)
         )?;
+        if let Some(share) = self.padding_share {
+            write!(
+                f,
+                "\npadding    {} calls padded, {:.1} % of the elements, {} calls above the largest bucket",
+                self.padded_calls,
+                100.0 * share,
+                self.above_buckets
+            )?;
+        }
         for (name, steps) in &self.fallbacks {
             write!(f, "\neager      {steps} steps: {name}")?;
         }
