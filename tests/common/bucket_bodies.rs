@@ -221,7 +221,7 @@ pub fn padding_changes_no_exact_sum(device: &Device) {
     let buckets = Buckets::list([8]).expect("valid sizes");
     let config = GraphConfig::new().with_bucketing(Bucketing::new(buckets).pad(0, 1).pad(1, 1));
     let training = Training::new(line(), SgdConfig::new().init());
-    let graphed_loss = loss.clone();
+    let graphed_loss = loss;
     let mut graphed = GraphedStep::new(
         training,
         config,

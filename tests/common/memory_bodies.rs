@@ -161,8 +161,8 @@ pub fn short_memory_costs_graphs_and_no_step(device: &Device) {
         }
         used_bytes(&device);
         let mut ballast: Vec<CudaSlice<u8>> = Vec::new();
+        let stream = CudaContext::new(0).expect("a context").default_stream();
         if let Some(spare) = spare {
-            let stream = CudaContext::new(0).expect("a context").default_stream();
             let mut chunk = 8 << 30;
             while chunk >= MIB {
                 let free = device_memory(&device).map_or(0, |memory| memory.free_bytes);
@@ -182,8 +182,9 @@ pub fn short_memory_costs_graphs_and_no_step(device: &Device) {
             let output = match step.run(batch.clone(), LR) {
                 Err(StepError::Uncomputed { .. }) => {
                     words.push("uncomputed");
-                    // Whatever took the memory lets it go.
+                    // Whatever took the memory lets it go; the driver has it back when its stream is waited for.
                     ballast.clear();
+                    stream.synchronize().expect("syncs");
                     step.run(batch.clone(), LR)
                 }
                 taken => taken,
@@ -193,6 +194,7 @@ pub fn short_memory_costs_graphs_and_no_step(device: &Device) {
         let report = step.report();
         println!("{spare:?} bytes left: {words:?}\n{report}");
         drop(ballast);
+        stream.synchronize().expect("syncs");
         (bits(&step.model()), report)
     };
     run(model.clone(), None);

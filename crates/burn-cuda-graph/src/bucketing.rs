@@ -223,8 +223,14 @@ impl Bucketing {
                     });
                 }
                 let named = |tensor: usize| self.axes.iter().find(|axis| axis.tensor == tensor);
-                let highest = self.axes.iter().map(|axis| axis.tensor + 1).max();
-                every = (0..specs.len().max(highest.unwrap_or(0)))
+                let tensors = specs.len();
+                if let Some(beyond) = self.axes.iter().find(|axis| axis.tensor >= tensors) {
+                    return Err(BucketingError::NoTensor {
+                        tensor: beyond.tensor,
+                        tensors,
+                    });
+                }
+                every = (0..tensors)
                     .map(|tensor| Axis {
                         tensor,
                         axis: 0,

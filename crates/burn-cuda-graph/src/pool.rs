@@ -357,10 +357,33 @@ impl PageNeeds {
         for (chunk, count) in self.chunks(attempt) {
             held.extend((0..count).map(|_| client.empty(chunk as usize)));
         }
-        client.check(&held).map_err(|err| err.to_string())?;
+        (client.check(&held)).map_err(|err| causes(&err.to_string()))?;
         drop(held);
         client.flush().map_err(|err| err.to_string())?;
         Ok(self.bytes(attempt))
+    }
+}
+
+/// The causes among CubeCL's words, once each: they come with a paragraph for each buffer.
+fn causes(words: &str) -> String {
+    const FRAME: [&str; 6] = [
+        "Several failures",
+        "Caused by",
+        "The bytes were never written",
+        "skipped",
+        "No backtrace",
+        "Asked at",
+    ];
+    let mut causes: Vec<&str> = Vec::new();
+    for line in words.lines().map(str::trim) {
+        let frame = FRAME.iter().any(|frame| line.starts_with(frame));
+        if !frame && !line.is_empty() && !causes.contains(&line) {
+            causes.push(line);
+        }
+    }
+    match causes.is_empty() {
+        true => words.to_string(),
+        false => causes.join(": "),
     }
 }
 
@@ -525,7 +548,7 @@ impl Pool {
         buffers: impl IntoIterator<Item = &'a CubeTensor>,
     ) -> Result<(), String> {
         let handles = buffers.into_iter().map(|buffer| &buffer.handle);
-        (self.client.check(handles)).map_err(|err| err.to_string())
+        (self.client.check(handles)).map_err(|err| causes(&err.to_string()))
     }
 
     /// Have pinned staging ready for metadata that the rehearsal did not see: a copy recorded inside a window needs a
@@ -591,6 +614,16 @@ mod tests {
             pages_unmapped: 0,
             largest_alloc: 0,
         }
+    }
+
+    /// A failure of many buffers is told once, by what caused it.
+    #[test]
+    fn causes_are_told_once() {
+        let words = "Several failures at once\nCaused by:\n  The bytes were never written (failure #1)\nCaused by:\n  An IO \
+                     error happened\nCaused by:\n  out of device memory\nNo backtrace available\nCaused by:\n  An IO error \
+                     happened\nCaused by:\n  out of device memory";
+        assert_eq!(causes(words), "An IO error happened: out of device memory");
+        assert_eq!(causes("Caused by:"), "Caused by:");
     }
 
     /// The reserve fills as many whole pages as the step needed, and grows with each refusal: one too small refuses
