@@ -175,7 +175,8 @@ pub(crate) fn launches(tensors: &[CubeTensor]) -> u64 {
     let Some(client) = tensors.first().map(|tensor| &tensor.client) else {
         return 0;
     };
-    let mut tensors: Vec<&CubeTensor> = tensors.iter().collect();
+    let (mut tensors, apart): (Vec<&CubeTensor>, Vec<&CubeTensor>) =
+        tensors.iter().partition(|tensor| packed(tensor));
     tensors.sort_by_key(|tensor| element(tensor).size());
     let of_element = |tensors: &[&CubeTensor]| {
         let elem = element(tensors[0]);
@@ -187,7 +188,8 @@ pub(crate) fn launches(tensors: &[CubeTensor]) -> u64 {
     };
     (tensors.chunk_by(|a, b| element(a) == element(b)))
         .map(of_element)
-        .sum()
+        .sum::<u64>()
+        + apart.len() as u64
 }
 
 /// `items`, by launch, with the elements of the vectors that it moves: those whose elements fill vectors apart from the

@@ -7,7 +7,7 @@
 //! Nothing may be allocated while a window is open, so a reserve is taken and dropped just before it, which leaves
 //! the pools holding that many empty pages (the *headroom reserve*).
 
-use crate::copy::{copy_all, packed, same_buffer, same_memory};
+use crate::copy::{copy_all, same_buffer, same_memory};
 use crate::shape_key::ShapeKey;
 use crate::tensor::{AnyTensor, TensorKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
@@ -82,17 +82,30 @@ fn duplicate_cube(src: CubeTensor) -> CubeTensor {
     copy
 }
 
-/// A buffer for values of the same shape and type, laid out as `tensor` where that has no holes.
+/// A buffer for values of the same shape and type, laid out as `tensor`, holes between its rows included: which kernel takes a
+/// tensor depends on its strides. Only where elements share a place (an expanded axis) is it contiguous.
 pub(crate) fn empty_like(tensor: &CubeTensor) -> CubeTensor {
     let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
-    let handle = client.empty(tensor.meta.shape().num_elements() * dtype.size());
-    match packed(tensor) {
-        true => CubeTensor::new(client, handle, (*tensor.meta).clone(), device, dtype),
+    let shape = tensor.meta.shape().clone();
+    match tensor.is_nonoverlapping() && !tensor.meta.is_tiled() {
+        true => {
+            let handle = client.empty(spanned(tensor).max(1) * dtype.size());
+            CubeTensor::new(client, handle, (*tensor.meta).clone(), device, dtype)
+        }
         false => {
-            let shape = tensor.meta.shape().clone();
+            let handle = client.empty(shape.num_elements() * dtype.size());
             CubeTensor::new_contiguous(client, device, shape, handle, dtype)
         }
     }
+}
+
+/// Elements from the first to the last place of a tensor whose elements have a place each, the holes between them included.
+fn spanned(tensor: &CubeTensor) -> usize {
+    let places = tensor.meta.shape().iter().zip(tensor.meta.strides().iter());
+    places
+        .map(|(size, stride)| size * stride)
+        .max()
+        .unwrap_or(1)
 }
 
 /// The same values in a buffer of its own, off any tape. Lazy, like any operation.
