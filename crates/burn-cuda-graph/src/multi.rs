@@ -15,7 +15,7 @@ use crate::context;
 use crate::copy::{
     MAX_POSITIONS, copy_all, groups_per_launch, launch_groups, packed, same_layout, starts,
 };
-use crate::pool::{Runtime, empty_like, from_fusion, fusion_tensor, id};
+use crate::pool::{Runtime, empty_packed, from_fusion, fusion_tensor, id};
 use crate::tensor::{AnyTensor, TensorKind};
 use crate::update_rule::{Form, FormMethod, Rule, number};
 use burn::tensor::{DType, Shape, Tensor};
@@ -511,7 +511,7 @@ impl burn_fusion::stream::Operation<Runtime> for UpdateOperation {
             if fits && (overwritten || tensor.can_mut()) {
                 return tensor;
             }
-            let own = empty_like(form.unwrap_or(&tensor));
+            let own = empty_packed(form.unwrap_or(&tensor));
             copies.push((tensor, own.clone()));
             own
         };
@@ -523,7 +523,7 @@ impl burn_fusion::stream::Operation<Runtime> for UpdateOperation {
             };
             let param = own(param, None);
             let leaves: Vec<CubeTensor> = match self.rule.first {
-                true => (0..leaves).map(|_| empty_like(&param)).collect(),
+                true => (0..leaves).map(|_| empty_packed(&param)).collect(),
                 false => (0..leaves)
                     .filter_map(|_| next())
                     .map(|leaf| own(leaf, Some(&param)))
@@ -537,7 +537,7 @@ impl burn_fusion::stream::Operation<Runtime> for UpdateOperation {
         }
         for update in &mut updates {
             if !same_layout(&update.grad, &update.param) {
-                let laid = empty_like(&update.param);
+                let laid = empty_packed(&update.param);
                 copies.push((update.grad.clone(), laid.clone()));
                 update.grad = laid;
             }
@@ -661,12 +661,12 @@ impl burn_fusion::stream::Operation<Runtime> for ClipOperation {
             .map(|ir| {
                 let grad = handles.get_float_tensor::<CubeBackend>(ir);
                 let grad = burn_cubecl::kernel::untile(grad);
-                let scaled = empty_like(&grad);
+                let scaled = empty_packed(&grad);
                 if packed(&grad) {
                     return (grad, scaled);
                 }
                 // Laid out without holes first, and scaled from there.
-                let laid = empty_like(&grad);
+                let laid = empty_packed(&grad);
                 copies.push((grad, laid.clone()));
                 (laid, scaled)
             })

@@ -7,7 +7,7 @@
 //! Nothing may be allocated while a window is open, so a reserve is taken and dropped just before it, which leaves
 //! the pools holding that many empty pages (the *headroom reserve*).
 
-use crate::copy::{copy_all, same_buffer, same_memory};
+use crate::copy::{copy_all, packed, same_buffer, same_memory};
 use crate::shape_key::ShapeKey;
 use crate::tensor::{AnyTensor, TensorKind};
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
@@ -97,6 +97,17 @@ pub(crate) fn empty_like(tensor: &CubeTensor) -> CubeTensor {
             CubeTensor::new_contiguous(client, device, shape, handle, dtype)
         }
     }
+}
+
+/// The same without holes, for kernels that take buffers from end to end.
+pub(crate) fn empty_packed(tensor: &CubeTensor) -> CubeTensor {
+    if packed(tensor) {
+        return empty_like(tensor);
+    }
+    let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
+    let shape = tensor.meta.shape().clone();
+    let handle = client.empty(shape.num_elements() * dtype.size());
+    CubeTensor::new_contiguous(client, device, shape, handle, dtype)
 }
 
 /// Elements from the first to the last place of a tensor whose elements have a place each, the holes between them included.
