@@ -1,9 +1,7 @@
 //! Bodies of the tests of `graph_strategy`: the same training by Burn's single-device strategy and by ours, compared by the
 //! bits of the model and by what the metrics logged.
 
-use crate::common::{
-    BnNet, Mlp, Net, assert_same, assert_same_or_moved, assert_same_or_near, bits,
-};
+use crate::common::{BnNet, Mlp, Net, assert_same, assert_same_or_moved, bits};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::data::dataset::InMemDataset;
@@ -379,20 +377,10 @@ impl<M: LearnerModel> Outcomes<M> {
     /// same engine that never records.
     #[track_caller]
     fn assert_equal(&self, device: &Device, moved: f64, when: &str) {
-        self.assert_equal_or_near(device, moved, true, when);
-    }
-
-    /// The same; where the step's kernels do not repeat their own bits on a hardware graph, to within some roundings.
-    #[track_caller]
-    fn assert_equal_or_near(&self, device: &Device, moved: f64, repeats: bool, when: &str) {
         let (ours, theirs) = (bits(&self.ours.model), bits(&self.theirs.model));
         assert_same_or_moved(device, &ours, &theirs, moved, when);
         if let Some(own) = &self.own {
-            let when = format!("{when}, and the same unrecorded");
-            match repeats {
-                true => assert_same(&ours, own, when),
-                false => assert_same_or_near(device, &ours, own, 1e-6, when),
-            }
+            assert_same(&ours, own, format!("{when}, and the same unrecorded"));
         }
         let (ours, theirs) = (self.ours_log.of("Loss"), self.theirs_log.of("Loss"));
         assert_eq!(ours.len(), theirs.len(), "{when}");
@@ -574,13 +562,7 @@ pub fn a_learners_groups_and_clipping_are_taken_over(device: &Device) {
         course.both::<Mlp>(device, Own::None, false);
         let outcomes = course.both::<Mlp>(device, Own::None, false);
         let when = format!("clipping {index}");
-        // Burn's norm of a gradient is a `sum()`, for which tuning on CUDA picks a kernel that adds by atomics, in an order
-        // that changes from run to run: a replay may then be a rounding off the eager step, as two eager steps may.
-        let norms = |clipping: &Option<GradientClipping>| {
-            matches!(clipping, Some(GradientClipping::Norm(_)))
-        };
-        let repeats = !norms(&all) && !norms(&head);
-        outcomes.assert_equal_or_near(device, 0.01 * 18.0 * 10.0, repeats, &when);
+        outcomes.assert_equal(device, 0.01 * 18.0 * 10.0, &when);
         outcomes.assert_replayed(18, 4 + 2, &when);
     }
     // From a configuration, too.
