@@ -65,6 +65,11 @@ impl<E: CacheEntry> Cache<E> {
         Some(&mut slot.entry)
     }
 
+    /// The entry of `key`, left as recently used as it was.
+    pub fn get(&self, key: &ShapeKey) -> Option<&E> {
+        self.slots.get(key).map(|slot| &slot.entry)
+    }
+
     pub fn get_mut(&mut self, key: &ShapeKey) -> Option<&mut E> {
         self.slots.get_mut(key).map(|slot| &mut slot.entry)
     }

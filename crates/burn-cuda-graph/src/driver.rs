@@ -138,12 +138,19 @@ pub fn tolerate_captures() {
     capture_mode::tolerate_captures();
 }
 
+/// Whether the CUDA driver's library loads. Without it every call into the driver panics.
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code)]
+fn has_cuda_driver() -> bool {
+    // SAFETY: it only looks for the driver's library.
+    unsafe { cudarc::driver::sys::is_culib_present() }
+}
+
 /// The driver's per-thread capture mode.
 #[cfg(feature = "cuda")]
 mod capture_mode {
-    use cudarc::driver::sys::{
-        CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode, is_culib_present,
-    };
+    use super::has_cuda_driver;
+    use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
     use std::cell::Cell;
 
     pub(super) fn tolerate_captures() {
@@ -158,8 +165,7 @@ mod capture_mode {
     /// Set the calling thread's mode; the one it had, where there is a driver.
     #[expect(unsafe_code)]
     pub(super) fn exchange(mode: CUstreamCaptureMode) -> Option<CUstreamCaptureMode> {
-        // SAFETY: it only looks for the driver's library.
-        if !unsafe { is_culib_present() } {
+        if !has_cuda_driver() {
             return None;
         }
         let mut mode = mode;
@@ -224,17 +230,14 @@ pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
 
 #[cfg(feature = "cuda")]
 mod memory {
-    use super::DeviceMemory;
+    use super::{DeviceMemory, has_cuda_driver};
     use cudarc::driver::DriverError;
     use cudarc::driver::result::{ctx, device, init, mem_get_info, primary_ctx};
-    use cudarc::driver::sys::is_culib_present;
 
     /// The memory of the device of this ordinal.
-    #[expect(unsafe_code)]
     pub(super) fn of(ordinal: usize) -> Option<DeviceMemory> {
         let ordinal = i32::try_from(ordinal).ok()?;
-        // SAFETY: it only looks for the driver's library.
-        if !unsafe { is_culib_present() } {
+        if !has_cuda_driver() {
             return None;
         }
         match ask(ordinal) {
@@ -274,13 +277,11 @@ mod memory {
 
 #[cfg(feature = "cuda")]
 mod libraries {
-    use super::CudaLibraries;
-    use cudarc::driver::sys::{cuDriverGetVersion, is_culib_present};
+    use super::{CudaLibraries, has_cuda_driver};
+    use cudarc::driver::sys::cuDriverGetVersion;
 
-    #[expect(unsafe_code)]
     pub(super) fn find() -> CudaLibraries {
-        // SAFETY: it only looks for the driver's library.
-        let driver = unsafe { is_culib_present() };
+        let driver = has_cuda_driver();
         CudaLibraries {
             driver,
             cuda_version: driver.then(cuda_version).flatten(),

@@ -199,16 +199,13 @@ impl<F, G> Engine<F, G> {
 
     /// The sealed graph of `key`, left as recently used as it was.
     pub fn sealed(&self, key: &ShapeKey) -> Option<&G> {
-        self.cache
-            .iter()
-            .find(|(other, _)| *other == key)
-            .and_then(|(_, entry)| entry.graph.as_ref())
+        self.cache.get(key).and_then(|entry| entry.graph.as_ref())
     }
 
     /// Whether the next step of `key` would open a window.
     pub fn would_record(&self, key: &ShapeKey) -> bool {
-        let entry = self.cache.iter().find(|(other, _)| *other == key);
-        entry.is_some_and(|(_, entry)| matches!(entry.lifecycle.decide(), Decision::Record { .. }))
+        let entry = self.cache.get(key);
+        entry.is_some_and(|entry| matches!(entry.lifecycle.decide(), Decision::Record { .. }))
     }
 
     pub fn config(&self) -> &GraphConfig {
@@ -295,27 +292,21 @@ impl<F, G> Engine<F, G> {
     /// Replays that earn a recording back, from what was measured; `None` before anything was.
     fn break_even(&self, entry: &Entry<F, G>) -> Option<u64> {
         let capture_ms = self.capture_times.median_ms()?;
-        match self.gain_ms(entry)? {
-            gain if gain > 0.0 => Some((capture_ms / gain).ceil() as u64),
-            _ => None,
-        }
+        entry.found.or_else(|| self.found())?.break_even(capture_ms)
     }
 
-    /// What a replay saves: as the key's own trial found, or as the calls of all keys took.
-    fn gain_ms(&self, entry: &Entry<F, G>) -> Option<f64> {
-        match entry.found {
-            Some(found) => Some(found.eager_ms - found.replay_ms),
-            None => {
-                let watched = || self.warmup_times.median_ms();
-                let eager = self.eager_times.median_ms().or_else(watched)?;
-                Some(eager - self.replay_times.median_ms()?)
-            }
-        }
+    /// What the calls of all keys took, for a key that had no trial of its own.
+    fn found(&self) -> Option<Found> {
+        let watched = || self.warmup_times.median_ms();
+        Some(Found {
+            eager_ms: self.eager_times.median_ms().or_else(watched)?,
+            replay_ms: self.replay_times.median_ms()?,
+        })
     }
 
     /// What the graph of an entry is worth, or one of `bytes` would be.
     fn worth(&self, entry: &Entry<F, G>, bytes: u64) -> f64 {
-        let gain = entry.found.map(|found| found.eager_ms - found.replay_ms);
+        let gain = entry.found.map(|found| found.gain_ms());
         worth(entry.usage.rate(self.calls), gain, bytes)
     }
 
@@ -331,7 +322,7 @@ impl<F, G> Engine<F, G> {
         if self.config.policy == Policy::RequireGraph {
             return None;
         }
-        let (_, entry) = self.cache.iter().find(|(other, _)| *other == key)?;
+        let entry = self.cache.get(key)?;
         let expected = entry.usage.expected(self.calls);
         if let Some(needed) = self.break_even(entry).filter(|needed| expected < *needed) {
             return Some(FallbackReason::TooRare { expected, needed });

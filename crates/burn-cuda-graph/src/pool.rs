@@ -85,25 +85,23 @@ fn duplicate_cube(src: CubeTensor) -> CubeTensor {
 /// A buffer for values of the same shape and type, laid out as `tensor`, holes between its rows included: which kernel takes a
 /// tensor depends on its strides. Only where elements share a place (an expanded axis) is it contiguous.
 pub(crate) fn empty_like(tensor: &CubeTensor) -> CubeTensor {
-    let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
-    let shape = tensor.meta.shape().clone();
-    match tensor.is_nonoverlapping() && !tensor.meta.is_tiled() {
-        true => {
-            let handle = client.empty(spanned(tensor).max(1) * dtype.size());
-            CubeTensor::new(client, handle, (*tensor.meta).clone(), device, dtype)
-        }
-        false => {
-            let handle = client.empty(shape.num_elements() * dtype.size());
-            CubeTensor::new_contiguous(client, device, shape, handle, dtype)
-        }
+    if !tensor.is_nonoverlapping() || tensor.meta.is_tiled() {
+        return empty_contiguous(tensor);
     }
+    let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
+    let handle = client.empty(spanned(tensor).max(1) * dtype.size());
+    CubeTensor::new(client, handle, (*tensor.meta).clone(), device, dtype)
 }
 
 /// The same without holes, for kernels that take buffers from end to end.
 pub(crate) fn empty_packed(tensor: &CubeTensor) -> CubeTensor {
-    if packed(tensor) {
-        return empty_like(tensor);
+    match packed(tensor) {
+        true => empty_like(tensor),
+        false => empty_contiguous(tensor),
     }
+}
+
+fn empty_contiguous(tensor: &CubeTensor) -> CubeTensor {
     let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
     let shape = tensor.meta.shape().clone();
     let handle = client.empty(shape.num_elements() * dtype.size());

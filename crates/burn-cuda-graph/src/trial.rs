@@ -3,6 +3,7 @@
 //! Right after a graph is sealed, a few of its steps run eagerly and a few are replayed, each kind in a block so that what
 //! one leaves behind (pages, queues) does not weigh on the other, and the first of a block is not timed.
 
+use crate::report::median_ms;
 use std::time::Duration;
 
 /// How the next step of a trial runs.
@@ -43,9 +44,14 @@ impl Found {
         self.replay_ms < self.eager_ms * (1.0 - MARGIN)
     }
 
+    /// What a replay saves.
+    pub fn gain_ms(&self) -> f64 {
+        self.eager_ms - self.replay_ms
+    }
+
     /// Replays after which a capture of this length is earned back; `None` where it never is.
     pub fn break_even(&self, capture_ms: f64) -> Option<u64> {
-        let gain = self.eager_ms - self.replay_ms;
+        let gain = self.gain_ms();
         (gain > 0.0).then(|| (capture_ms / gain).ceil() as u64)
     }
 }
@@ -80,17 +86,10 @@ impl Trial {
     /// What it found, once it is over.
     pub fn found(&self) -> Option<Found> {
         self.turn().is_none().then(|| Found {
-            eager_ms: median_ms(&self.eager),
-            replay_ms: median_ms(&self.replays),
+            eager_ms: median_ms(&self.eager).unwrap_or_default(),
+            replay_ms: median_ms(&self.replays).unwrap_or_default(),
         })
     }
-}
-
-fn median_ms(times: &[Duration]) -> f64 {
-    let mut sorted = times.to_vec();
-    sorted.sort_unstable();
-    let middle = sorted.get(sorted.len() / 2).copied();
-    middle.unwrap_or_default().as_secs_f64() * 1e3
 }
 
 /// How often a key comes by, from where it was last decided about.

@@ -1,7 +1,7 @@
 //! What a graphed training does, as metrics of `burn_train`.
 
 use crate::explain::Explanation;
-use crate::report::Report;
+use crate::report::{Report, median_ms};
 use burn::tensor::TensorReadError;
 use burn_train::metric::state::{FormatOptions, NumericMetricState};
 use burn_train::metric::{
@@ -71,13 +71,6 @@ impl Monitor {
             times.push_back(time);
         });
     }
-}
-
-fn median_ms(times: &VecDeque<Duration>) -> Option<f64> {
-    let mut sorted: Vec<Duration> = times.iter().copied().collect();
-    sorted.sort_unstable();
-    let median = sorted.get(sorted.len() / 2)?;
-    Some(median.as_secs_f64() * 1e3)
 }
 
 impl Seen {
