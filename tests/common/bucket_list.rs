@@ -20,6 +20,12 @@ fn padding_changes_no_exact_sum() {
 
 #[test]
 #[serial]
+fn a_masked_mean_takes_nothing_of_masked_positions() {
+    bucket_bodies::a_masked_mean_takes_nothing_of_masked_positions(&device())
+}
+
+#[test]
+#[serial]
 fn a_graph_serves_every_number_of_rows() {
     bucket_bodies::a_graph_serves_every_number_of_rows(&device())
 }

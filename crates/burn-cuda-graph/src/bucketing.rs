@@ -6,6 +6,7 @@
 use crate::tensor::{AnyTensor, TensorKind, TensorSpec};
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 
 /// Axes that a padded tensor may have.
 const MAX_RANK: usize = 8;
@@ -24,8 +25,23 @@ const MAX_RANK: usize = 8;
 /// # }
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "SavedBuckets")]
 pub struct Buckets {
     sizes: Vec<usize>,
+}
+
+/// Buckets as they are read back, by hand written ones among them.
+#[derive(Deserialize)]
+struct SavedBuckets {
+    sizes: Vec<usize>,
+}
+
+impl TryFrom<SavedBuckets> for Buckets {
+    type Error = BucketingError;
+
+    fn try_from(saved: SavedBuckets) -> Result<Self, Self::Error> {
+        Self::list(saved.sizes)
+    }
 }
 
 impl Buckets {
@@ -210,39 +226,38 @@ impl Bucketing {
         &self.buckets
     }
 
+    /// The axes to pad in a batch of so many tensors.
+    fn axes_of(&self, tensors: usize) -> Result<Cow<'_, [Axis]>, BucketingError> {
+        if !self.rows {
+            return Ok(Cow::Borrowed(&self.axes));
+        }
+        if let Some(other) = self.axes.iter().find(|axis| axis.axis != 0) {
+            return Err(BucketingError::RowsAxis {
+                tensor: other.tensor,
+                axis: other.axis,
+            });
+        }
+        if let Some(beyond) = self.axes.iter().find(|axis| axis.tensor >= tensors) {
+            return Err(BucketingError::NoTensor {
+                tensor: beyond.tensor,
+                tensors,
+            });
+        }
+        let named = |tensor: usize| self.axes.iter().find(|axis| axis.tensor == tensor);
+        let axis = |tensor| Axis {
+            tensor,
+            axis: 0,
+            fill: named(tensor).and_then(|axis| axis.fill),
+        };
+        Ok((0..tensors).map(axis).collect())
+    }
+
     /// What is to be done to a batch of these tensors, whose specs become those of the padded ones.
     fn plan(&self, specs: &mut [TensorSpec], plan: &mut Plan) -> Result<(), BucketingError> {
-        let every: Vec<Axis>;
-        let axes = match self.rows {
-            false => &self.axes,
-            true => {
-                if let Some(other) = self.axes.iter().find(|axis| axis.axis != 0) {
-                    return Err(BucketingError::RowsAxis {
-                        tensor: other.tensor,
-                        axis: other.axis,
-                    });
-                }
-                let named = |tensor: usize| self.axes.iter().find(|axis| axis.tensor == tensor);
-                let tensors = specs.len();
-                if let Some(beyond) = self.axes.iter().find(|axis| axis.tensor >= tensors) {
-                    return Err(BucketingError::NoTensor {
-                        tensor: beyond.tensor,
-                        tensors,
-                    });
-                }
-                every = (0..tensors)
-                    .map(|tensor| Axis {
-                        tensor,
-                        axis: 0,
-                        fill: named(tensor).and_then(|axis| axis.fill),
-                    })
-                    .collect();
-                &every
-            }
-        };
         let tensors = specs.len();
+        let axes = self.axes_of(tensors)?;
         let mut length: Option<(usize, usize)> = None;
-        for Axis { tensor, axis, .. } in axes {
+        for Axis { tensor, axis, fill } in axes.iter() {
             let spec = (specs.get(*tensor)).ok_or(BucketingError::NoTensor {
                 tensor: *tensor,
                 tensors,
@@ -257,6 +272,10 @@ impl Bucketing {
                     tensor: *tensor,
                     rank: spec.shape.len(),
                 });
+            }
+            filling(*tensor, spec, *fill)?;
+            if !plan.named.contains(tensor) {
+                plan.named.push(*tensor);
             }
             match length {
                 Some((first, length)) if length != own => {
@@ -283,15 +302,12 @@ impl Bucketing {
                 return Ok(());
             }
         };
-        for Axis { tensor, axis, fill } in axes {
+        for Axis { tensor, axis, fill } in axes.iter() {
             let Some(spec) = specs.get_mut(*tensor) else {
                 continue;
             };
-            let fill = filling(*tensor, spec.kind, *fill)?;
+            let fill = filling(*tensor, spec, *fill)?;
             spec.shape[*axis] = size;
-            if !plan.named.contains(tensor) {
-                plan.named.push(*tensor);
-            }
             if size > length {
                 plan.pads.push(Pad {
                     tensor: *tensor,
@@ -305,17 +321,50 @@ impl Bucketing {
     }
 }
 
-/// What a tensor of `kind` is filled with.
-fn filling(tensor: usize, kind: TensorKind, fill: Option<Fill>) -> Result<Fill, BucketingError> {
-    match (kind, fill) {
-        (TensorKind::Float, None) => Ok(Fill::Float(0.0)),
-        (TensorKind::Int, None) => Ok(Fill::Int(0)),
-        (TensorKind::Bool, None) => Ok(Fill::Bool(true)),
-        (TensorKind::Float, Some(Fill::Int(value))) => Ok(Fill::Float(value as f64)),
+/// What a tensor of this spec is filled with.
+fn filling(tensor: usize, spec: &TensorSpec, fill: Option<Fill>) -> Result<Fill, BucketingError> {
+    let (kind, dtype) = (spec.kind, spec.dtype);
+    if matches!(dtype, DType::QFloat(_)) {
+        return Err(BucketingError::Quantized { tensor });
+    }
+    let fill = match (kind, fill) {
+        (TensorKind::Float, None) => Fill::Float(0.0),
+        (TensorKind::Int, None) => Fill::Int(0),
+        (TensorKind::Bool, None) => Fill::Bool(true),
+        (TensorKind::Float, Some(Fill::Int(value))) => Fill::Float(value as f64),
         (TensorKind::Float, Some(fill @ Fill::Float(_)))
         | (TensorKind::Int, Some(fill @ Fill::Int(_)))
-        | (TensorKind::Bool, Some(fill @ Fill::Bool(_))) => Ok(fill),
-        (kind, Some(fill)) => Err(BucketingError::Kind { tensor, kind, fill }),
+        | (TensorKind::Bool, Some(fill @ Fill::Bool(_))) => fill,
+        (kind, Some(fill)) => return Err(BucketingError::Kind { tensor, kind, fill }),
+    };
+    match holds(dtype, fill) {
+        true => Ok(fill),
+        false => Err(BucketingError::Value {
+            tensor,
+            dtype,
+            fill,
+        }),
+    }
+}
+
+/// Whether a number of type `dtype` can be `fill`, rounding aside.
+fn holds(dtype: DType, fill: Fill) -> bool {
+    match fill {
+        Fill::Float(value) => {
+            let largest = dtype.finfo().map_or(f64::MAX, |info| info.max);
+            !value.is_finite() || value.abs() <= largest
+        }
+        Fill::Int(value) => match dtype {
+            DType::I32 => i32::try_from(value).is_ok(),
+            DType::I16 => i16::try_from(value).is_ok(),
+            DType::I8 => i8::try_from(value).is_ok(),
+            DType::U64 => u64::try_from(value).is_ok(),
+            DType::U32 => u32::try_from(value).is_ok(),
+            DType::U16 => u16::try_from(value).is_ok(),
+            DType::U8 => u8::try_from(value).is_ok(),
+            _ => true,
+        },
+        Fill::Bool(_) => true,
     }
 }
 
@@ -380,6 +429,8 @@ impl Plan {
 pub(crate) struct Padding {
     pub calls: u64,
     pub above: u64,
+    /// Whether the log has that a length was above the buckets.
+    pub warned: bool,
     pub elements: u64,
     pub padding: u64,
 }
@@ -514,6 +565,27 @@ pub enum BucketingError {
         kind: TensorKind,
         /// The value.
         fill: Fill,
+    },
+    /// A value that the tensor's type cannot hold.
+    #[error(
+        "bucketing fills tensor {tensor}, of dtype {dtype:?}, with {fill:?}, which it cannot hold: give another value"
+    )]
+    Value {
+        /// The tensor.
+        tensor: usize,
+        /// Its dtype.
+        dtype: DType,
+        /// The value.
+        fill: Fill,
+    },
+    /// A quantized tensor.
+    #[error(
+        "bucketing names tensor {tensor}, which is quantized, and quantized tensors are not padded: dequantize it, or do not \
+         name it (`Bucketing::rows` names all)"
+    )]
+    Quantized {
+        /// The tensor.
+        tensor: usize,
     },
     /// Another axis named where rows are padded.
     #[error(
@@ -682,6 +754,75 @@ mod tests {
         assert_eq!((plan.above, long[0].shape[1]), (Some((9, 8)), 9));
     }
 
+    /// The share of padding is that of all calls, those above the buckets among them.
+    #[test]
+    fn calls_above_the_buckets_count_as_unpadded() {
+        let mut padding = Padding::default();
+        let bucketing = [Bucketing::new(Buckets::list([4]).expect("valid")).pad(0, 1)];
+        for length in [12, 2] {
+            let mut specs = [spec(&[1, length], TensorKind::Float)];
+            padding.count(&Plan::new(&bucketing, &mut specs).expect("fits"));
+            let share = if length == 12 { 0.0 } else { 2.0 / 16.0 };
+            assert_eq!(padding.share(), Some(share));
+        }
+        assert_eq!((padding.calls, padding.above), (1, 1));
+    }
+
+    /// Buckets come back from a file as they were; sizes that are none are refused there as well.
+    #[test]
+    fn saved_buckets_are_checked() {
+        let buckets = Buckets::multiples_of(24, 100).expect("valid");
+        let saved = serde_json::to_string(&buckets).expect("serializes");
+        assert_eq!(
+            serde_json::from_str::<Buckets>(&saved).expect("is valid"),
+            buckets
+        );
+        let shuffled = serde_json::from_str::<Buckets>(r#"{"sizes":[64,16]}"#).expect("is valid");
+        assert_eq!(shuffled.sizes(), [16, 64]);
+        for none in [r#"{"sizes":[]}"#, r#"{"sizes":[64,16,0]}"#] {
+            let error = serde_json::from_str::<Buckets>(none).expect_err("is none");
+            assert!(error.to_string().contains("at least one size"), "{error}");
+        }
+    }
+
+    /// A value that the dtype cannot hold would be a panic of Burn's, or an infinity, in the middle of a step.
+    #[test]
+    fn values_that_a_dtype_cannot_hold_are_refused() {
+        let (least, most) = (i64::from(i8::MIN), i64::from(i8::MAX));
+        for (dtype, fill, fits) in [
+            (DType::U32, Fill::Int(-1), false),
+            (DType::U32, Fill::Int(i64::from(u32::MAX)), true),
+            (DType::U64, Fill::Int(-1), false),
+            (DType::I64, Fill::Int(i64::MIN), true),
+            (DType::I32, Fill::Int(1 << 31), false),
+            (DType::I8, Fill::Int(least), true),
+            (DType::I8, Fill::Int(most + 1), false),
+            (DType::U8, Fill::Int(256), false),
+            (DType::U16, Fill::Int(65_536), false),
+            (DType::I16, Fill::Int(-32_769), false),
+            (DType::F16, Fill::Float(65_504.0), true),
+            (DType::F16, Fill::Int(70_000), false),
+            (DType::F32, Fill::Float(-1e39), false),
+            (DType::F32, Fill::Float(f64::NEG_INFINITY), true),
+            (DType::BF16, Fill::Float(1e38), true),
+            (DType::F64, Fill::Float(f64::MAX), true),
+        ] {
+            let kind = match dtype.is_float() {
+                true => TensorKind::Float,
+                false => TensorKind::Int,
+            };
+            let spec = TensorSpec {
+                shape: vec![1],
+                dtype,
+                kind,
+            };
+            let filled = filling(3, &spec, Some(fill));
+            assert_eq!(filled.is_ok(), fits, "{fill:?} in {dtype:?}: {filled:?}");
+            let refused = matches!(filled, Err(BucketingError::Value { tensor: 3, .. }));
+            assert_eq!(refused, !fits);
+        }
+    }
+
     /// What does not fit the batch is named before anything runs.
     #[test]
     fn bucketing_that_does_not_fit_is_an_error() {
@@ -712,6 +853,20 @@ mod tests {
             plan(lengths().pad_with(1, 0, 0.5)),
             Err(BucketingError::Kind { tensor: 1, .. })
         ));
+        // Whatever the length, so that the first batch tells.
+        for size in [1, 5] {
+            let buckets = Buckets::list([size]).expect("valid");
+            assert!(matches!(
+                plan(Bucketing::new(buckets).pad_with(1, 1, true)),
+                Err(BucketingError::Kind { tensor: 1, .. })
+            ));
+        }
+        let mut quantized = [spec(&[2, 8], Float)];
+        quantized[0].dtype = DType::QFloat(Default::default());
+        assert_eq!(
+            Plan::new(&[lengths().pad(0, 1)], &mut quantized),
+            Err(BucketingError::Quantized { tensor: 0 })
+        );
         let rows = || Bucketing::rows(Buckets::list([4]).expect("valid"));
         assert!(matches!(
             plan(rows().pad(0, 1)),

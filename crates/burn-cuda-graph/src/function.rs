@@ -179,7 +179,8 @@ where
                 check_batch(&tensors, &device)?;
                 plan.apply(&mut tensors);
             }
-            if let (Some((length, largest)), 0) = (plan.above, padding.above) {
+            if let (Some((length, largest)), false) = (plan.above, padding.warned) {
+                padding.warned = true;
                 log::warn!(
                     "a batch of length {length} is above the largest bucket, {largest}: it is not padded, and its shape is \
                      warmed up and recorded by itself"
@@ -217,15 +218,14 @@ where
                 output: core::marker::PhantomData,
             };
             let taken = engine.step(key, blocked, &mut host);
-            if taken.is_ok() {
+            if was_taken(&taken) {
                 padding.count(&plan);
             }
             taken
         });
         // Its own graphs are gone where it had the buffers dropped.
         self.generation = Some(state.core.generation());
-        // A step found wrong was taken all the same, eagerly.
-        if matches!(taken, Ok(_) | Err(StepError::Verification(_))) {
+        if was_taken(&taken) {
             match &mut self.kind {
                 Kind::Updates => state.steps += 1,
                 Kind::Reads { calls } => *calls += 1,
@@ -379,6 +379,11 @@ fn keyed(free: &ShapeKey, rates: &Rates, baked: &HashSet<ShapeKey>) -> ShapeKey 
         true => free.baked(rates.bits()),
         false => free.clone(),
     }
+}
+
+/// Whether a step was taken: one found wrong was, eagerly.
+fn was_taken<T>(taken: &Result<T, StepError>) -> bool {
+    matches!(taken, Ok(_) | Err(StepError::Verification(_)))
 }
 
 /// Marks the calling thread as inside a step.
