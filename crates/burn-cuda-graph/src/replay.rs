@@ -1,8 +1,8 @@
 //! A replay as one operation of the stream's queue.
 //!
 //! What surrounds a graph (the launch that copies the batch into the static inputs and writes the scalars it carries, the copy
-//! of the outputs to the caller) and the graph itself are enqueued by the fusion server's thread, one after the other. The caller hands the
-//! operation over and goes on: nothing is waited for.
+//! of the outputs to the caller) and the graph itself are enqueued by the fusion server's thread, one after the other. The
+//! caller hands the operation over and goes on: nothing is waited for.
 
 use crate::copy::{self, copy_all, copy_and_write};
 use crate::driver::SealedGraph;
