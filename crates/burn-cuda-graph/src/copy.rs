@@ -3,53 +3,108 @@
 //! What a replay moves are many small tensors (BatchNorm statistics, a batch, a loss) and a few large ones. One launch
 //! each costs more than the bytes do, so a launch takes as many pairs as the device has bindings for: every position
 //! finds its pair by halving the list of where they start.
+//!
+//! A step's scalars are a few words that the host has. Copied by themselves, they are a transfer, and the device waits where
+//! its copy engine and its kernels take turns. So the launch that copies a batch carries them in its parameters.
 
-// The macro's expansion names its arguments without need.
-#![allow(clippy::too_many_arguments, missing_docs)]
+// The macro's expansion names its arguments without need. Conditions of the compilation stand apart from those of a unit.
+#![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
 
-use burn::tensor::{DType, Shape};
+use burn::tensor::Shape;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::calculate_cube_count_elemwise;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl::zspace::{Tiling, strides};
 
 #[cube(launch)]
 fn copy_many<E: Numeric, N: Size>(
-    src: &Sequence<Box<[Vector<E, N>]>>,
-    dst: &mut Sequence<Box<[Vector<E, N>]>>,
+    wide_src: &Sequence<Box<[Vector<E, N>]>>,
+    wide_dst: &mut Sequence<Box<[Vector<E, N>]>>,
+    src: &Sequence<Box<[E]>>,
+    dst: &mut Sequence<Box<[E]>>,
+    // Where the words go: one buffer, or none.
+    slots: &mut Sequence<Box<[u32]>>,
+    words: &Sequence<u32>,
+    places: &Sequence<u32>,
     starts: &Sequence<u32>,
     total: u32,
+    #[comptime] wide: usize,
     #[comptime] count: usize,
+    #[comptime] carried: usize,
     #[define(E)] _elem: ElemType,
 ) {
     let position = u32::cast_from(ABSOLUTE_POS);
-    if position < total {
-        copy_among::<E, N>(src, dst, starts, position, 0usize, count);
+    // Nested, so that what is not there is not looked for: there may be no buffer of slots, and no pair.
+    if comptime!(carried > 0) {
+        if position == 0 {
+            write_words(&mut slots[0usize], words, places, carried);
+        }
+    }
+    if comptime!(count > 0) {
+        if position < total {
+            copy_among::<E, N>(
+                wide_src, wide_dst, src, dst, starts, position, wide, 0usize, count,
+            );
+        }
     }
 }
 
-/// Copy one element of the pairs `low..high`, which `position` is known to be in.
+/// A store each, by one unit: they depend on nothing, so that it does not wait between them.
+#[cube]
+fn write_words(
+    slots: &mut [u32],
+    words: &Sequence<u32>,
+    places: &Sequence<u32>,
+    #[comptime] carried: usize,
+) {
+    #[unroll]
+    for index in 0..carried {
+        slots[usize::cast_from(places[index])] = words[index];
+    }
+}
+
+/// Copy one element, or vector, of the pairs `low..high`, which `position` is known to be in. The first `wide` are the wide
+/// ones.
 #[cube]
 fn copy_among<E: Numeric, N: Size>(
-    src: &Sequence<Box<[Vector<E, N>]>>,
-    dst: &mut Sequence<Box<[Vector<E, N>]>>,
+    wide_src: &Sequence<Box<[Vector<E, N>]>>,
+    wide_dst: &mut Sequence<Box<[Vector<E, N>]>>,
+    src: &Sequence<Box<[E]>>,
+    dst: &mut Sequence<Box<[E]>>,
     starts: &Sequence<u32>,
     position: u32,
+    #[comptime] wide: usize,
     #[comptime] low: usize,
     #[comptime] high: usize,
 ) {
     if comptime!(high - low == 1) {
         let index = usize::cast_from(position - starts[low]);
-        copy_line::<E, N>(&src[low], &mut dst[low], index);
+        if comptime!(low < wide) {
+            copy_line::<E, N>(&wide_src[low], &mut wide_dst[low], index);
+        } else {
+            let narrow = comptime!(low - wide);
+            copy_one::<E>(&src[narrow], &mut dst[narrow], index);
+        }
     } else {
         let middle = comptime!((low + high) / 2);
         if position < starts[middle] {
-            copy_among::<E, N>(src, dst, starts, position, low, middle);
+            copy_among::<E, N>(
+                wide_src, wide_dst, src, dst, starts, position, wide, low, middle,
+            );
         } else {
-            copy_among::<E, N>(src, dst, starts, position, middle, high);
+            copy_among::<E, N>(
+                wide_src, wide_dst, src, dst, starts, position, wide, middle, high,
+            );
         }
     }
+}
+
+#[cube]
+fn copy_one<E: Numeric>(src: &[E], dst: &mut [E], index: usize) {
+    dst[index] = src[index];
 }
 
 #[cube]
@@ -63,10 +118,51 @@ const PARAMETER_BYTES: usize = 4096 - 256;
 
 /// Groups of `buffers` buffers and a start that one launch takes, beside `more` buffers.
 pub(crate) fn groups_per_launch(client: &Client, buffers: usize, more: usize) -> usize {
+    groups_beside(client, buffers, more, 0)
+}
+
+/// The same, where `parameters` bytes are taken by something else.
+fn groups_beside(client: &Client, buffers: usize, more: usize, parameters: usize) -> usize {
     // One binding is for the kernel's own metadata.
     let bindings = client.properties().hardware.max_bindings as usize;
     let by_bindings = bindings.saturating_sub(1 + more) / buffers;
-    by_bindings.min(PARAMETER_BYTES / (4 + 12 * buffers)).max(1)
+    let bytes = PARAMETER_BYTES.saturating_sub(parameters);
+    by_bindings.min(bytes / (4 + 12 * buffers)).max(1)
+}
+
+/// Pairs that one launch takes which carries so many words.
+fn pairs_per_launch(client: &Client, carried: usize) -> usize {
+    match carried {
+        0 => groups_beside(client, 2, 0, 0),
+        _ => groups_beside(client, 2, 1, 12 + 8 * carried),
+    }
+}
+
+/// Most words that a launch carries: with their places they take 768 bytes of its parameters, and one unit writes them.
+pub(crate) const MOST_WORDS: usize = 96;
+
+/// Numbers that a launch takes along and writes, beside the pairs that it copies.
+///
+/// Where they go (CubeCL 0.11.3): a launch's metadata is its scalars, then the lengths of its buffers, then the shapes and
+/// strides of its tensors (`InfoBuilder::finish`). On CUDA the first two are the kernel's last parameter, by value, and only
+/// the third, `data[dynamic_metadata_offset..]`, is a buffer, which is uploaded and kept in a cache by its content
+/// (`launch_checked` and `info_buffer` in cubecl-cuda, from compute capability 7.0 on). A slice has a length and neither shape
+/// nor strides. So **this kernel takes slices only**: there is no third part, and words that differ at each replay upload
+/// nothing and leave nothing in that cache. A single argument that is a `Tensor` would not change that, since scalars are in
+/// the first part all the same, but it would cost a look-up.
+///
+/// Elsewhere (wgpu, HIP) all three parts are one buffer, uploaded and cached by content. So each replay uploads it, as it would
+/// upload the words by themselves, and the cache, of 512 buffers on wgpu, passes over to such buffers what was not used for as
+/// many replays. What a graph recorded stays: it is pinned. The kernel is used there too, so that what is tested on wgpu is what
+/// runs on CUDA.
+pub(crate) struct Words {
+    pub client: Client,
+    /// A buffer of words.
+    pub buffer: Handle,
+    /// At most [`MOST_WORDS`].
+    pub values: Vec<u32>,
+    /// The index of each in the buffer.
+    pub places: Vec<u32>,
 }
 
 /// Elements that one vector holds, of those that a copy or an update moves at once.
@@ -114,23 +210,18 @@ fn element(tensor: &CubeTensor) -> ElemType {
     }
 }
 
-fn words(tensor: &CubeTensor, elem: ElemType) -> usize {
+fn length(tensor: &CubeTensor, elem: ElemType) -> usize {
     bytes(tensor) as usize / elem.size()
 }
 
-fn arg(tensor: &CubeTensor, elem: ElemType) -> BufferArg {
-    // A flat view of the same buffer; its length is what bounds the kernel. The dtype only names the element size.
-    let dtype = match elem {
-        ElemType::UInt(UIntKind::U32) => DType::U32,
-        _ => tensor.dtype,
-    };
-    CubeTensor::new_contiguous(
-        tensor.client.clone(),
-        tensor.device.clone(),
-        Shape::new([words(tensor, elem)]),
-        tensor.handle.clone(),
-        dtype,
-    )
+/// A flat view of a buffer of `length` elements. What bounds the kernel is the size of the handle.
+fn flat(handle: &Handle, length: usize) -> BufferArg {
+    TensorBinding {
+        handle: handle.clone().binding(),
+        strides: strides![1],
+        shape: Shape::new([length]),
+        tiling: Tiling::UNTILED,
+    }
     .into_buffer_arg()
 }
 
@@ -139,15 +230,27 @@ fn arg(tensor: &CubeTensor, elem: ElemType) -> BufferArg {
 /// Shapes and dtypes of a pair must be equal; layouts may differ, at the price of a launch for that pair. A pair
 /// that already shares its buffer is left out, and so is an empty one.
 pub(crate) fn copy_all(pairs: &[(CubeTensor, CubeTensor)]) -> u64 {
+    let Some((first, _)) = pairs.first() else {
+        return 0;
+    };
+    copy(&first.client, pairs, None)
+}
+
+/// The same, and write `words`: with the first launch that copies, or by themselves.
+pub(crate) fn copy_and_write(pairs: &[(CubeTensor, CubeTensor)], words: &Words) -> u64 {
+    copy(&words.client, pairs, Some(words))
+}
+
+fn copy(client: &Client, pairs: &[(CubeTensor, CubeTensor)], words: Option<&Words>) -> u64 {
     let mut launches = 0;
-    let mut flat: Vec<(ElemType, &(CubeTensor, CubeTensor))> = Vec::new();
+    let mut alike: Vec<&(CubeTensor, CubeTensor)> = Vec::with_capacity(pairs.len());
     for pair in pairs {
         let (src, dst) = pair;
         if same_buffer(src, dst) || bytes(src) == 0 {
             continue;
         }
-        match same_layout(src, dst) && words(src, element(src)) < MAX_POSITIONS {
-            true => flat.push((element(src), pair)),
+        match same_layout(src, dst) && length(src, element(src)) < MAX_POSITIONS {
+            true => alike.push(pair),
             false => {
                 let src = burn_cubecl::kernel::untile(src.clone());
                 let dtype = burn::backend::cubecl::dtype_to_storage_type(src.dtype);
@@ -161,35 +264,88 @@ pub(crate) fn copy_all(pairs: &[(CubeTensor, CubeTensor)]) -> u64 {
             }
         }
     }
-    flat.sort_by_key(|(elem, _)| elem.size());
-    for group in flat.chunk_by(|(a, _), (b, _)| a == b) {
-        let elem = group[0].0;
-        let pairs: Vec<&(CubeTensor, CubeTensor)> = group.iter().map(|(_, pair)| *pair).collect();
-        launches += launch_flat(&pairs, elem);
+    let carried = words.map_or(0, |words| words.values.len());
+    let groups = copy_groups(client, alike, |pair| &pair.0, carried);
+    let mut words = words.filter(|words| !words.values.is_empty());
+    for group in &groups {
+        launch(client, group, words.take());
+        launches += 1;
+    }
+    if words.is_some() {
+        launch(client, &CopyGroup::default(), words);
+        launches += 1;
     }
     launches
 }
 
-/// Launches that copying each of `tensors` from or to one of the same layout takes.
-pub(crate) fn launches(tensors: &[CubeTensor]) -> u64 {
-    let Some(client) = tensors.first().map(|tensor| &tensor.client) else {
-        return 0;
-    };
-    let (mut tensors, apart): (Vec<&CubeTensor>, Vec<&CubeTensor>) =
-        tensors.iter().partition(|tensor| packed(tensor));
-    tensors.sort_by_key(|tensor| element(tensor).size());
-    let of_element = |tensors: &[&CubeTensor]| {
-        let elem = element(tensors[0]);
-        let most = groups_per_launch(client, 2, 0);
-        launch_groups(client, elem.size(), tensors, most, |tensor| {
-            words(tensor, elem)
+/// Launches that copying each of `tensors` from or to one of the same layout takes, and writing so many words beside.
+pub(crate) fn launches(tensors: &[CubeTensor], carried: usize) -> u64 {
+    let (alike, apart): (Vec<&CubeTensor>, Vec<&CubeTensor>) = (tensors.iter())
+        .filter(|tensor| bytes(tensor) > 0)
+        .partition(|tensor| packed(tensor));
+    let groups = alike.first().map_or(0, |first| {
+        copy_groups(&first.client, alike.clone(), |tensor| tensor, carried).len() as u64
+    });
+    let alone = u64::from(carried > 0 && groups == 0);
+    groups + alone + apart.len() as u64
+}
+
+/// What one launch copies: the first `wide` items by vectors.
+struct CopyGroup<T> {
+    elem: ElemType,
+    wide: usize,
+    items: Vec<T>,
+}
+
+impl<T> Default for CopyGroup<T> {
+    fn default() -> Self {
+        Self {
+            elem: ElemType::UInt(UIntKind::U32),
+            wide: 0,
+            items: Vec::new(),
+        }
+    }
+}
+
+/// `items` by launch, each of which carries so many words.
+fn copy_groups<T>(
+    client: &Client,
+    items: Vec<T>,
+    tensor: impl Fn(&T) -> &CubeTensor,
+    carried: usize,
+) -> Vec<CopyGroup<T>> {
+    let most = pairs_per_launch(client, carried);
+    let mut items: Vec<(ElemType, usize, T)> = (items.into_iter())
+        .map(|item| {
+            let elem = element(tensor(&item));
+            let length = length(tensor(&item), elem);
+            let mut sizes = client.io_optimized_vector_sizes(elem.size());
+            let wide = length.is_multiple_of(LINE) && sizes.any(|size| size == LINE);
+            (elem, if wide { LINE } else { 1 }, item)
         })
-        .len() as u64
-    };
-    (tensors.chunk_by(|a, b| element(a) == element(b)))
-        .map(of_element)
-        .sum::<u64>()
-        + apart.len() as u64
+        .collect();
+    items.sort_by_key(|(elem, width, _)| (elem.size(), core::cmp::Reverse(*width)));
+    let mut groups: Vec<CopyGroup<T>> = Vec::new();
+    let mut positions = 0;
+    for (elem, width, item) in items {
+        let own = length(tensor(&item), elem) / width;
+        let fits = |group: &CopyGroup<T>| {
+            group.elem == elem && group.items.len() < most && positions + own < MAX_POSITIONS
+        };
+        if !groups.last().is_some_and(fits) {
+            groups.push(CopyGroup {
+                elem,
+                ..CopyGroup::default()
+            });
+            positions = 0;
+        }
+        positions += own;
+        if let Some(group) = groups.last_mut() {
+            group.wide += usize::from(width == LINE);
+            group.items.push(item);
+        }
+    }
+    groups
 }
 
 /// `items`, by launch, with the elements of the vectors that it moves: those whose elements fill vectors apart from the
@@ -236,35 +392,39 @@ pub(crate) fn same_memory(src: &CubeTensor, dst: &CubeTensor) -> bool {
     src.handle.clone().binding().claim_key().0 == dst.handle.clone().binding().claim_key().0
 }
 
-fn launch_flat(pairs: &[&(CubeTensor, CubeTensor)], elem: ElemType) -> u64 {
-    let Some(client) = pairs.first().map(|pair| pair.0.client.clone()) else {
-        return 0;
-    };
-    let most = groups_per_launch(&client, 2, 0);
-    let groups = launch_groups(&client, elem.size(), pairs, most, |pair| {
-        words(&pair.0, elem)
-    });
-    for (width, pairs) in &groups {
-        launch(&client, pairs, elem, *width);
-    }
-    groups.len() as u64
-}
-
-fn launch(client: &Client, pairs: &[&&(CubeTensor, CubeTensor)], elem: ElemType, width: usize) {
-    let lengths = pairs.iter().map(|pair| words(&pair.0, elem) / width);
+fn launch(client: &Client, group: &CopyGroup<&(CubeTensor, CubeTensor)>, words: Option<&Words>) {
+    let CopyGroup { elem, wide, items } = group;
+    let (wides, narrows) = items.split_at(*wide);
+    let length = |tensor: &CubeTensor| length(tensor, *elem);
+    let lengths = (wides.iter().map(|pair| length(&pair.0) / LINE))
+        .chain(narrows.iter().map(|pair| length(&pair.0)));
     let (starts, total) = starts(lengths);
-    let dim = CubeDim::new(client, total as usize);
-    let count = calculate_cube_count_elemwise(client, total as usize, dim);
+    let arg = |tensor: &CubeTensor| flat(&tensor.handle, length(tensor));
+    let mut slots = SequenceArg::new();
+    if let Some(words) = words {
+        let length = words.buffer.size_in_used() as usize / size_of::<u32>();
+        slots.push(flat(&words.buffer, length));
+    }
+    let units = (total as usize).max(1);
+    let dim = CubeDim::new(client, units);
+    let count = calculate_cube_count_elemwise(client, units, dim);
     copy_many::launch(
         client,
         count,
         dim,
-        width,
-        pairs.iter().map(|pair| arg(&pair.0, elem)).collect(),
-        pairs.iter().map(|pair| arg(&pair.1, elem)).collect(),
+        if *wide > 0 { LINE } else { 1 },
+        wides.iter().map(|pair| arg(&pair.0)).collect(),
+        wides.iter().map(|pair| arg(&pair.1)).collect(),
+        narrows.iter().map(|pair| arg(&pair.0)).collect(),
+        narrows.iter().map(|pair| arg(&pair.1)).collect(),
+        slots,
+        (words.iter().flat_map(|words| words.values.iter().copied())).collect(),
+        (words.iter().flat_map(|words| words.places.iter().copied())).collect(),
         starts,
         total,
-        pairs.len(),
-        elem,
+        *wide,
+        items.len(),
+        words.map_or(0, |words| words.values.len()),
+        *elem,
     );
 }

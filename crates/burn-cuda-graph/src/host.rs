@@ -6,7 +6,6 @@
 //! the graph-owned ones are stale (`attached` is false); the next replay copies them in first.
 
 use crate::context::{self, Context, Mode, Rates, Slot, SlotRate, SlotSource, SlotValue, StepRate};
-use crate::copy;
 use crate::driver::{DeviceDriver, Prepared, SealedGraph, exclusive, lock_patiently};
 use crate::engine::{Attempt, NoReplay, StepHost, Watch};
 use crate::error::{FallbackReason, Mismatch, StepError};
@@ -15,7 +14,7 @@ use crate::lifecycle::{Refusal, Verdict};
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
 use crate::random::{self, DrawScope};
 use crate::ranges::{Phase, range};
-use crate::replay::{Call, Queue, Replay, Token};
+use crate::replay::{Call, Queue, Replay, Token, launches_around};
 use crate::scalars::{self, DeviceScalars, SharedScalars};
 use crate::shape_key::{HostField, ShapeKey};
 use crate::state::{self, StepState};
@@ -1094,7 +1093,9 @@ where
                 return Ok(Attempt::Refused(Refusal::Other { detail }));
             }
         };
-        let copies = copy::launches(inputs.buffers()) + copy::launches(outputs.buffers());
+        let slots = self.core.scalars.as_ref();
+        let slots = slots.map(|_| recorded.slots.iter().map(|slot| slot.dtype));
+        let copies = launches_around(&inputs, &outputs, slots);
         let launches = match self.core.support {
             Support::Hardware => Some(1 + copies),
             // Each dispatch is encoded again.

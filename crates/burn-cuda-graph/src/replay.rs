@@ -1,14 +1,14 @@
 //! A replay as one operation of the stream's queue.
 //!
-//! What surrounds a graph (the write of its scalars, the copy of the batch into the static inputs, the copy of the outputs
-//! to the caller) and the graph itself are enqueued by the fusion server's thread, one after the other. The caller hands the
-//! operation over and goes on: nothing is waited for.
+//! What surrounds a graph (the launch that copies the batch into the static inputs and writes the scalars it carries, the copy
+//! of the outputs to the caller) and the graph itself are enqueued by the fusion server's thread, one after the other. The
+//! caller hands the operation over and goes on: nothing is waited for.
 
-use crate::copy::copy_all;
+use crate::copy::{self, copy_all, copy_and_write};
 use crate::driver::SealedGraph;
 use crate::pool::{Pinned, Runtime, empty_like, from_fusion, fusion_tensor};
 use crate::ranges::{Phase, range};
-use crate::scalars::SlotWriter;
+use crate::scalars::{self, SlotWriter};
 use crate::tensor::{AnyTensor, TensorKind};
 use burn::tensor::{DType, Device, Shape, Tensor};
 use burn_cubecl::CubeBackend;
@@ -81,6 +81,16 @@ pub(crate) struct Replay {
     scalars: Option<SlotWriter>,
     /// Of the outputs.
     kinds: Vec<TensorKind>,
+}
+
+/// Launches before and after a graph of so many inputs and outputs, with slots of the given types.
+pub(crate) fn launches_around(
+    inputs: &Pinned,
+    outputs: &Pinned,
+    slots: Option<impl Iterator<Item = DType>>,
+) -> u64 {
+    let carried = slots.and_then(scalars::carried).unwrap_or(0);
+    copy::launches(inputs.buffers(), carried) + copy::launches(outputs.buffers(), 0)
 }
 
 /// What ties the replays of a state to each other. Burn's fusion orders operations by the tensors they share, and sees nothing
@@ -217,7 +227,8 @@ impl burn_fusion::stream::Operation<Runtime> for ReplayOperation {
             ..
         } = &*self.replay;
         let copy_in = range(Phase::CopyIn);
-        if let Some(scalars) = scalars {
+        let words = (scalars.as_ref()).and_then(|slots| slots.words(self.random, &self.values));
+        if let (Some(scalars), None) = (scalars, &words) {
             scalars.write_all(self.random, &self.values);
         }
         let batch =
@@ -229,7 +240,10 @@ impl burn_fusion::stream::Operation<Runtime> for ReplayOperation {
         let pairs: Vec<(CubeTensor, CubeTensor)> = batch.zip(inputs.iter().cloned()).collect();
         let token = self.description.inputs.last();
         let token = token.map(|ir| handles.get_float_tensor::<CubeBackend>(ir));
-        copy_all(&pairs);
+        match &words {
+            Some(words) => copy_and_write(&pairs, words),
+            None => copy_all(&pairs),
+        };
         copy_in.end();
         let replay = range(Phase::Replay);
         if let Err(detail) = graph.replay_here() {
