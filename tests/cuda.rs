@@ -9,6 +9,8 @@ mod function_bodies;
 mod fused_bodies;
 #[path = "common/memory_bodies.rs"]
 mod memory_bodies;
+#[path = "common/neighbour_bodies.rs"]
+mod neighbour_bodies;
 #[path = "common/random_bodies.rs"]
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
@@ -37,3 +39,4 @@ include!("common/fused_list.rs");
 include!("common/train_list.rs");
 include!("common/bucket_list.rs");
 include!("common/memory_list.rs");
+include!("common/neighbour_list.rs");

@@ -35,6 +35,15 @@ pub(crate) enum Watch {
     Rehearse,
 }
 
+/// A stream that shares one of the device's with another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Neighbour {
+    /// Its number.
+    pub stream: u64,
+    /// Streams that the device has for all.
+    pub streams: u64,
+}
+
 /// What an attempt to record a step came to. When it is not sealed, the state is what it was before.
 pub(crate) enum Attempt<G, O> {
     /// Recorded, and executed by the first replay.
@@ -43,6 +52,9 @@ pub(crate) enum Attempt<G, O> {
     Refused(Refusal),
     /// No window was opened: another is open on the device.
     Busy,
+    /// A thread that shares the device's stream with the step is at work: no window was opened, or what it gave was
+    /// dropped.
+    Shared(Neighbour),
     /// No window was opened: what the rehearsal left warm is gone, so the step is to be rehearsed again.
     Stale,
     /// The step uses its learning rate as a number, so what was recorded would hold for one rate only.
@@ -556,6 +568,10 @@ impl<F, G> Engine<F, G> {
                 reason
             }
             Attempt::Busy => FallbackReason::CaptureBusy,
+            Attempt::Shared(Neighbour { stream, streams }) => FallbackReason::StreamShared {
+                neighbour: stream,
+                streams,
+            },
             Attempt::Misfit(detail) => return self.misfit(&key, detail, host),
             Attempt::RateBaked => {
                 let key = self.move_entry(&key, host);

@@ -200,6 +200,18 @@ pub enum FallbackReason {
     /// Another window is open on this device; the step is recorded at a later call.
     #[error("another recording is under way on this device; this step is recorded at a later call")]
     CaptureBusy,
+    /// Another thread works on the device's stream that the step is recorded on. The step is recorded once it is quiet.
+    #[error(
+        "another thread's stream ({neighbour}) shares one of the device's with this step's, and worked on it within the last \
+         seconds: the step is recorded once it is quiet. CubeCL has {streams} streams of the device for all threads: use fewer \
+         threads, or raise max_streams in its configuration"
+    )]
+    StreamShared {
+        /// The other stream's number.
+        neighbour: u64,
+        /// Streams of the device.
+        streams: u64,
+    },
     /// A step that could have been replayed was run eagerly to be timed, as asked.
     #[error("it was run eagerly to be timed, as asked; others of its key are replayed")]
     Timed,
@@ -286,6 +298,7 @@ impl FallbackReason {
             FallbackReason::Quantized { .. } => "quantized",
             FallbackReason::EmptyTensor { .. } => "empty-tensor",
             FallbackReason::CaptureBusy => "capture-busy",
+            FallbackReason::StreamShared { .. } => "stream-shared",
             FallbackReason::Timed => "timed",
             FallbackReason::ReplayDoesNotPay { .. } => "replay-does-not-pay",
             FallbackReason::NotAmortised { .. } => "not-amortised",
@@ -301,6 +314,7 @@ impl FallbackReason {
             self,
             FallbackReason::WarmingUp { .. }
                 | FallbackReason::CaptureBusy
+                | FallbackReason::StreamShared { .. }
                 | FallbackReason::Timed
                 | FallbackReason::TooRare { .. }
                 | FallbackReason::CacheFull { .. }

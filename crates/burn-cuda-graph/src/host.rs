@@ -11,6 +11,7 @@ use crate::engine::{Attempt, NoReplay, StepHost, Watch};
 use crate::error::{FallbackReason, Mismatch, StepError};
 use crate::fingerprint::{Recorder, StepTensors};
 use crate::lifecycle::{Refusal, Verdict};
+use crate::neighbours;
 use crate::pool::{Held, Pinned, Pool, duplicate_like, home, id};
 use crate::random::{self, DrawScope};
 use crate::ranges::{Phase, range};
@@ -31,6 +32,7 @@ use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 pub(crate) use crate::fingerprint::Fingerprint;
 
@@ -80,6 +82,9 @@ impl HostCore {
         let usable = !matches!(support, Support::None { .. });
         crate::driver::tolerate_captures();
         let pool = usable.then(|| Pool::new(device)).flatten();
+        if pool.is_some() {
+            neighbours::listen();
+        }
         Self {
             scalars: pool
                 .as_ref()
@@ -490,6 +495,9 @@ where
         let Some(_window) = exclusive() else {
             return Ok(Attempt::Busy);
         };
+        if let Some(neighbour) = neighbours::lately() {
+            return Ok(Attempt::Shared(neighbour));
+        }
         let _range = range(Phase::Capture);
         self.record_exclusive(attempt, rehearsed)
     }
@@ -947,6 +955,7 @@ where
             .map(|(tensor, _)| id(tensor))
             .collect();
         *self.state = state::with_tensors(self.state.clone(), &owned.tensors);
+        let opened = Instant::now();
         let window = match prepared.open() {
             Ok(window) => window,
             Err(detail) => {
@@ -1035,10 +1044,29 @@ where
             }))
         };
         let sealed = window.seal();
+        let neighbour = neighbours::since(opened);
+        if let (Some(neighbour), Ok(graph)) = (neighbour, &sealed) {
+            // What the neighbour launched meanwhile is in the recording and was not run. Of ours it writes buffers that
+            // only graphs own, and that the next attempt fills anew.
+            log::warn!(
+                "a thread on stream {} launched work while a step was recorded on the device's stream that both share: the \
+                 recording is run once, for that work, and dropped",
+                neighbour.stream
+            );
+            let run = match self.core.pool.as_mut() {
+                Some(pool) => graph.replay(pool).and_then(|()| self.core.sync()),
+                None => Ok(()),
+            };
+            if let Err(detail) = run {
+                log::error!("work of stream {} did not run: {detail}", neighbour.stream);
+            }
+        }
 
         let restore = |state: &mut S| *state = state::with_tensors(backup.clone(), &snapshot);
         let (output, recorded, graph) = match (recorded, sealed) {
-            (Ok(Ok((output, recorded))), Ok(graph)) => (output, recorded, graph),
+            (Ok(Ok((output, recorded))), Ok(graph)) if neighbour.is_none() => {
+                (output, recorded, graph)
+            }
             (recorded, sealed) => {
                 restore(self.state);
                 self.core.attached = false;
@@ -1062,6 +1090,9 @@ where
                     Ok(Err(detail)) if detail == RATE_BAKED => {
                         self.core.given_up = given_up;
                         Ok(Attempt::RateBaked)
+                    }
+                    Ok(_) if neighbour.is_some() => {
+                        Ok(neighbour.map_or(Attempt::Busy, Attempt::Shared))
                     }
                     Ok(Err(detail)) => Ok(Attempt::Refused(refusal(
                         words.map_or(detail.clone(), |words| format!("{detail}; {words}")),

@@ -63,6 +63,8 @@ mod host;
 #[cfg(feature = "cubecl-backend")]
 mod multi;
 #[cfg(feature = "cubecl-backend")]
+mod neighbours;
+#[cfg(feature = "cubecl-backend")]
 mod pool;
 #[cfg(feature = "cubecl-backend")]
 mod ranges;
