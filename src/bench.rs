@@ -431,7 +431,7 @@ fn ways(row: &Row) -> Vec<Way> {
 }
 
 /// The card's name.
-fn measured_on(environment: &Environment) -> &str {
+pub(crate) fn measured_on(environment: &Environment) -> &str {
     match environment.card.as_str() {
         "none" => "no NVIDIA card",
         card => card,

@@ -63,12 +63,26 @@ impl Environment {
 /// When the file cannot be written.
 pub fn save<R: Serialize>(path: &Path, environment: Environment, rows: Vec<R>) -> io::Result<()> {
     #[derive(Serialize)]
-    struct Results<R> {
-        #[serde(flatten)]
-        environment: Environment,
+    struct Rows<R> {
         rows: Vec<R>,
     }
-    let results = Results { environment, rows };
+    save_run(path, environment, &Rows { rows })
+}
+
+/// Write the fields of `run`, measured in `environment`, to `path` as JSON.
+///
+/// # Errors
+///
+/// When the file cannot be written.
+pub fn save_run<R: Serialize>(path: &Path, environment: Environment, run: &R) -> io::Result<()> {
+    #[derive(Serialize)]
+    struct Results<'a, R> {
+        #[serde(flatten)]
+        environment: Environment,
+        #[serde(flatten)]
+        run: &'a R,
+    }
+    let results = Results { environment, run };
     std::fs::write(path, serde_json::to_string_pretty(&results)?)
 }
 

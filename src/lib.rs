@@ -14,6 +14,7 @@ pub mod device_trace;
 pub mod doctor;
 pub mod environment;
 pub mod example;
+pub mod lengths;
 pub mod models;
 pub mod renderer;
 pub mod timeline;

@@ -241,12 +241,19 @@ pub struct Gpt {
 impl Gpt {
     /// Logits of the tokens that follow.
     ///
-    /// Shapes: tokens `[batch, window]`, int; `causal` `[window, window]`, of [`GptConfig::causal_mask`]; logits
-    /// `[batch, window, vocabulary]`, float32. On an autodiff device it drops.
+    /// Shapes: tokens `[batch, length]`, int, of a length up to the window; `causal` `[window, window]`, of
+    /// [`GptConfig::causal_mask`]; logits `[batch, length, vocabulary]`, float32. On an autodiff device it drops.
     pub fn forward(&self, tokens: Tensor<2, Int>, causal: &Tensor<2, Bool>) -> Tensor<3> {
-        let mut x = self.tokens.forward(tokens) + self.positions.val().unsqueeze();
+        let [_, length] = tokens.dims();
+        let [window, _] = causal.dims();
+        let (mut positions, mut causal) = (self.positions.val(), causal.clone());
+        if length < window {
+            positions = positions.narrow(0, 0, length);
+            causal = causal.narrow(0, 0, length).narrow(1, 0, length);
+        }
+        let mut x = self.tokens.forward(tokens) + positions.unsqueeze();
         for block in &self.blocks {
-            x = block.forward(x, causal);
+            x = block.forward(x, &causal);
         }
         self.head.forward(self.norm.forward(x))
     }
