@@ -191,11 +191,13 @@ pub struct Lengths {
     pub buckets: Vec<usize>,
     /// The share of padding that they made.
     pub padding_share: f64,
-    /// Steps after which the parameters were compared with those of plain Burn on the same padded batches.
+    /// Steps after which the parameters were compared, on the same padded batches.
     pub equality_steps: usize,
-    /// Whether all bits of the parameters were equal.
+    /// Whether they equal, bit by bit, those of the same step that never records.
+    pub equals_own_eager: bool,
+    /// Whether they equal plain Burn's.
     pub parameters_equal: bool,
-    /// Their largest difference.
+    /// Their largest difference from plain Burn's.
     pub largest_difference: f32,
     /// The ways, plain Burn's first.
     pub ways: Vec<Way>,
@@ -237,15 +239,19 @@ pub fn markdown(environment: &Environment, run: &Lengths) -> String {
             captures.join(", ")
         );
     }
-    let equality = match run.parameters_equal {
-        true => "their bits are equal".to_string(),
-        false => format!("the largest difference is {:.2e}", run.largest_difference),
+    let unrecorded = match run.equals_own_eager {
+        true => "the same bits",
+        false => "OTHER BITS",
+    };
+    let plain = match run.parameters_equal {
+        true => "the same bits".to_string(),
+        false => format!("{:.2e} apart at most", run.largest_difference),
     };
     let _ = writeln!(
         text,
-        "\n{} sentences a batch, buckets {:?}, {:.1} % of the positions padding. Parameters after {} steps against plain Burn on \
-         the same padded batches: {equality}.\n\nLengths that never come again, over plain Burn: {:.3} of its time, {:.3} once \
-         keys are left unwatched.",
+        "\n{} sentences a batch, buckets {:?}, {:.1} % of the positions padding. Parameters after {} steps, against the same step \
+         unrecorded on the same padded batches: {unrecorded}; against plain Burn: {plain}.\n\nLengths that never come again, \
+         over plain Burn: {:.3} of its time, {:.3} once keys are left unwatched.",
         run.rows,
         run.buckets,
         100.0 * run.padding_share,

@@ -556,6 +556,74 @@ pub fn a_panic_in_an_eager_step(device: &Device) {
     assert_ne!(bits(&step.model()), before);
 }
 
+/// A panic where nobody watches, in a step that stays eager: before its update it leaves the state as it was, statistics
+/// included; after the update, with it; and one inside an update is an error at each later call, never a half-made state.
+pub fn a_panic_in_a_step_that_stays_eager(device: &Device) {
+    #[derive(Clone, Copy, PartialEq)]
+    enum Panics {
+        Never,
+        Before,
+        Within,
+        After,
+    }
+    let (device, model, twin) = twins::<BnNet>(device);
+    let panics = Rc::new(Cell::new(Panics::Never));
+    let when = panics.clone();
+    let loss = CrossEntropyLossConfig::new().init(&device);
+    let mut step = GraphedStep::new(
+        Training::new(model, SgdConfig::new().init()),
+        GraphConfig::new(),
+        move |t: &mut Training<BnNet>, (x, y): Batch, lr: StepRate| {
+            let loss = loss.forward(t.model().run(x), y);
+            assert!(when.get() != Panics::Before, "the user's own");
+            let grads = GradientsParams::from_grads(loss.backward(), t.model());
+            t.update(|model, optimizer| {
+                assert!(when.get() != Panics::Within, "the user's own");
+                optimizer.step(lr, model, grads)
+            });
+            assert!(when.get() != Panics::After, "the user's own");
+            loss
+        },
+    )
+    .expect("one device");
+    let mut eager = Eager::new(twin, &device);
+    // Batches of as many sizes as it takes to leave them all unwatched.
+    let sizes = 2..24;
+    for size in sizes.clone() {
+        step.run(batch(&device, size, size), LR).expect("runs");
+        eager.step(batch(&device, size, size), LR);
+    }
+    let mut size = sizes.end;
+    let mut panicking = |step: &mut dyn FnMut(Batch) -> Result<(), StepError>, now| {
+        size += 1;
+        panics.set(now);
+        let batch = batch(&device, size, size);
+        catch_unwind(AssertUnwindSafe(|| step(batch.clone()))).expect_err("panics");
+        panics.set(Panics::Never);
+        batch
+    };
+    let mut run = |batch: Batch| step.run(batch, LR).map(|out| assert!(!out.path.is_graph()));
+    panicking(&mut run, Panics::Before);
+    let (x, y) = panicking(&mut run, Panics::After);
+    eager.step((x, y), LR);
+    assert_same(
+        &bits(&step.model()),
+        &bits(&eager.model),
+        "after two panics",
+    );
+    let next = batch(&device, 40, 40);
+    let out = step.run(next.clone(), LR).expect("runs");
+    assert_eq!(word(&out), "never-settles");
+    eager.step(next, LR);
+    assert_same(&bits(&step.model()), &bits(&eager.model), "a step later");
+    let mut run = |batch: Batch| step.run(batch, LR).map(drop);
+    panicking(&mut run, Panics::Within);
+    for _ in 0..2 {
+        let error = step.run(batch(&device, 41, 41), LR).map(drop);
+        assert_eq!(error, Err(StepError::StateLost));
+    }
+}
+
 /// Case 18: a capture refused over and over leaks nothing.
 pub fn refused_captures_leak_nothing(device: &Device, refusals: usize) {
     let (device, model, _) = twins::<Mlp>(device);

@@ -92,6 +92,12 @@ fn case_17_a_panic_while_recording() {
 
 #[test]
 #[serial]
+fn a_panic_in_a_step_that_stays_eager() {
+    bodies::a_panic_in_a_step_that_stays_eager(&device())
+}
+
+#[test]
+#[serial]
 fn a_panic_in_an_eager_step() {
     bodies::a_panic_in_an_eager_step(&device())
 }

@@ -447,6 +447,11 @@ pub enum StepError {
         /// The device's own words.
         detail: String,
     },
+    /// A panic in an update of an earlier call took the state along.
+    #[error(
+        "the state is lost: an earlier step panicked in the middle of an update; make a new one, from a checkpoint"
+    )]
+    StateLost,
     /// The device failed outside a replay, or a replay of an earlier call did not run.
     #[error("the device failed while {doing}: {detail}")]
     Device {
@@ -462,7 +467,10 @@ impl StepError {
     pub fn is_retryable(&self) -> bool {
         !matches!(
             self,
-            StepError::Replay { .. } | StepError::Device { .. } | StepError::Verification(_)
+            StepError::Replay { .. }
+                | StepError::Device { .. }
+                | StepError::Verification(_)
+                | StepError::StateLost
         )
     }
 }

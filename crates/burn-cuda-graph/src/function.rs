@@ -117,7 +117,9 @@ where
     /// # State
     ///
     /// Updated as by one call of the closure. A panic in the closure leaves it as it was and goes on unwinding; the next
-    /// call works.
+    /// call works. But where nobody watches (the step stays eager), a [`Training`](crate::Training) lets go of its old values
+    /// at its first update, as plain Burn does: a panic after that leaves the updates made, and one inside an update loses the
+    /// model ([`StepError::StateLost`](crate::StepError::StateLost)).
     ///
     /// # Errors
     ///
@@ -145,6 +147,9 @@ where
         }
         if !rates.exact {
             return Err(StepError::RateGroups);
+        }
+        if state.is_lost() {
+            return Err(StepError::StateLost);
         }
         crate::driver::tolerate_captures();
         state.follow_thread(|| {

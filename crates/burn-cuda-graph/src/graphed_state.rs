@@ -133,6 +133,11 @@ impl<S: StepState> GraphedState<S> {
         Ok(())
     }
 
+    /// Whether an update that panicked took the state along.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.state.is_lost()
+    }
+
     /// Let the graph-owned buffers go; every function drops its graphs at its next call and warms up anew. The state
     /// stays.
     pub fn release(&mut self) {

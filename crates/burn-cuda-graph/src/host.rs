@@ -460,7 +460,10 @@ where
             Watch::On => Phase::WarmUp,
             Watch::Rehearse => Phase::Rehearsal,
         });
-        self.detach();
+        // With no graphs there is nothing that counted for the state.
+        if watch != Watch::Off || self.core.attached || !self.core.ticks.is_empty() {
+            self.detach();
+        }
         if watch == Watch::Off || self.core.pool.is_none() {
             let output = self.unwatched();
             self.wait_if_timed()?;
@@ -718,6 +721,7 @@ where
 
     /// One eager step, the context as it left it, and the scope of its random draws, which some of them may still need.
     fn run_eager(&mut self, mode: Mode) -> (O, Context, Option<DrawScope>) {
+        let keep = mode != Mode::Plain;
         let scope = match &self.core.pool {
             // In a buffer of its own: the draws may run when a later step has begun.
             Some(pool) if random::registered() => {
@@ -745,7 +749,7 @@ where
         };
         let mut context = Context::new(mode, self.rates.clone(), source);
         context.fused_updates = self.fused_updates;
-        let run = || run_eager(self.state, self.step, self.batch);
+        let run = || run_eager(self.state, self.step, self.batch, keep);
         let (output, context) = context::enter(context, run);
         (output, context, scope)
     }

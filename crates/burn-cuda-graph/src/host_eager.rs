@@ -113,7 +113,7 @@ where
 
     fn eager(&mut self, _watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
         let context = Context::new(Mode::Plain, self.rates.clone(), None);
-        let run = || run_eager(self.state, self.step, self.batch);
+        let run = || run_eager(self.state, self.step, self.batch, false);
         let (output, _) = context::enter(context, run);
         if self.synced {
             let doing = "waiting for a step".to_string();

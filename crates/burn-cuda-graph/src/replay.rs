@@ -20,7 +20,9 @@ use burn_fusion::client::GlobalFusionClient;
 use burn_fusion::custom::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use burn_fusion::stream::StreamId;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+
+type Client = GlobalFusionClient<Runtime>;
 
 /// Replays handed over and not enqueued before the caller waits for the fusion server: they hold their batches.
 const MOST_IN_FLIGHT: usize = 16;
@@ -32,9 +34,41 @@ pub(crate) struct Queue {
     /// Replays that could not be enqueued, and what the device said of the first.
     failed: AtomicU64,
     failure: Mutex<Option<String>>,
+    /// Replays handed over, those of them that were sent to the fusion server, and those it is done with.
+    handed: AtomicU64,
+    sent: AtomicU64,
+    done: AtomicU64,
 }
 
 impl Queue {
+    /// One more was handed over.
+    ///
+    /// Burn's client collects what it is given, and a flush has the next caller wait until the server took it, which is until
+    /// it is done with what it had before: here the launch of a graph, hundreds of microseconds. So what is handed over while
+    /// the server works is sent when it is done ([`one_done`](Self::one_done)).
+    fn one_handed(&self, client: &Client) {
+        let handed = self.handed.fetch_add(1, Ordering::SeqCst) + 1;
+        if self.done.load(Ordering::SeqCst) >= self.sent.load(Ordering::SeqCst) {
+            self.sent.fetch_max(handed, Ordering::SeqCst);
+            client.flush_queue();
+        }
+    }
+
+    /// The server is done with one.
+    fn one_done(self: &Arc<Self>, client: &Client) {
+        let done = self.done.fetch_add(1, Ordering::SeqCst) + 1;
+        let waiting = self.handed.load(Ordering::SeqCst) > done;
+        if waiting && done >= self.sent.load(Ordering::SeqCst) {
+            send_soon(self.clone(), client.clone());
+        }
+    }
+
+    fn send(&self, client: &Client) {
+        let handed = self.handed.load(Ordering::SeqCst);
+        self.sent.fetch_max(handed, Ordering::SeqCst);
+        client.flush_queue();
+    }
+
     /// Whether some are to be waited for before something else works on their buffers from this thread.
     pub fn is_busy(&self) -> bool {
         self.in_flight.load(Ordering::Acquire) > 0
@@ -68,6 +102,32 @@ impl Queue {
         self.failed.fetch_add(1, Ordering::AcqRel);
         let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
         failure.get_or_insert(detail);
+    }
+}
+
+/// Have a thread send what waits in `queue`: the server's own cannot, since it may not flush itself.
+fn send_soon(queue: Arc<Queue>, client: Client) {
+    type Waiting = mpsc::Sender<(Arc<Queue>, Client)>;
+    static SENDER: OnceLock<Option<Waiting>> = OnceLock::new();
+    let sender = SENDER.get_or_init(|| {
+        let (sender, waiting) = mpsc::channel::<(Arc<Queue>, Client)>();
+        let work = move || {
+            waiting
+                .iter()
+                .for_each(|(queue, client)| queue.send(&client))
+        };
+        let thread = std::thread::Builder::new().name("graph-sender".into());
+        match thread.spawn(work) {
+            Ok(_) => Some(sender),
+            Err(error) => {
+                log::warn!("replays may be sent a call later, for want of a thread: {error}");
+                None
+            }
+        }
+    });
+    if let Some(sender) = sender {
+        // It ends with the process.
+        drop(sender.send((queue, client)));
     }
 }
 
@@ -146,7 +206,7 @@ impl Replay {
     pub fn enqueue(self: &Arc<Self>, call: Call<'_>) -> Result<Vec<AnyTensor>, String> {
         let elsewhere = || "a tensor or the device is not one of CubeCL's".to_string();
         let device = crate::pool::cube_device(call.device).ok_or_else(elsewhere)?;
-        let client = GlobalFusionClient::<Runtime>::load(&device);
+        let client = Client::load(&device);
         let token = call.token.0.take().unwrap_or_else(|| {
             AnyTensor::from_float(Tensor::<1>::empty([1], &call.device.clone().inner()))
         });
@@ -176,11 +236,11 @@ impl Replay {
             queue: call.queue.clone(),
             pending: call.pending.clone(),
             ran: AtomicBool::new(false),
+            client: client.clone(),
         };
         let custom = OperationIr::Custom(description);
         let outputs = client.register(StreamId::current(), custom, operation);
-        // Sent now: the device is to have it, whether or not anything follows.
-        client.flush_queue();
+        call.queue.one_handed(&client);
         let kinds = self.kinds.iter().copied().chain([TensorKind::Float]);
         let mut outputs: Vec<AnyTensor> = outputs
             .into_iter()
@@ -192,7 +252,6 @@ impl Replay {
     }
 }
 
-#[derive(Debug)]
 struct ReplayOperation {
     replay: Arc<Replay>,
     description: CustomOpIr,
@@ -203,6 +262,15 @@ struct ReplayOperation {
     queue: Arc<Queue>,
     pending: Arc<AtomicU64>,
     ran: AtomicBool,
+    client: Client,
+}
+
+impl core::fmt::Debug for ReplayOperation {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("ReplayOperation")
+            .field("description", &self.description)
+            .finish_non_exhaustive()
+    }
 }
 
 impl ReplayOperation {
@@ -272,5 +340,6 @@ impl Drop for ReplayOperation {
             self.fail(detail.into());
         }
         self.queue.in_flight.fetch_sub(1, Ordering::AcqRel);
+        self.queue.one_done(&self.client);
     }
 }

@@ -74,6 +74,27 @@ pub trait StepState: Clone {
     /// Default: nothing lags.
     fn settle(&self) {}
 
+    /// Keep what undoes a step, until the step begins an update: an update that nobody else holds the old values of is made in
+    /// place. `false`: nothing is kept, and who runs the step keeps the whole state. Default: `false`.
+    #[doc(hidden)]
+    fn begin(&mut self) -> bool {
+        false
+    }
+
+    /// The step is over: let go of what undoes it.
+    #[doc(hidden)]
+    fn end(&mut self) {}
+
+    /// Put back what the step found, unless it began an update since.
+    #[doc(hidden)]
+    fn undo(&mut self) {}
+
+    /// Whether an update that panicked took the state along.
+    #[doc(hidden)]
+    fn is_lost(&self) -> bool {
+        false
+    }
+
     /// A copy whose containers share nothing mutable with this one's. Buffers may be shared. Default: a clone,
     /// right for a state without interior mutability.
     fn independent(&self) -> Self {
@@ -91,10 +112,20 @@ pub trait StepState: Clone {
 /// none and replays.
 #[derive(Clone)]
 pub struct Training<M> {
-    model: M,
+    /// `None` while an update has it, and for good after one that panicked.
+    model: Option<M>,
     optimizer: ModuleOptimizer,
     ownership: Ownership,
     accumulated: Option<Accumulated>,
+    /// What undoes the step that runs; `None` once it began an update.
+    before: Option<Box<Before<M>>>,
+}
+
+/// A training from before a step, and the model's tensors, since statistics in its clone are those of the model.
+#[derive(Clone)]
+struct Before<M> {
+    training: Training<M>,
+    tensors: Vec<AnyTensor>,
 }
 
 /// Gradients summed over micro-batches.
@@ -154,11 +185,18 @@ impl<M: Module> Training<M> {
             _ => optimizer,
         };
         Self {
-            model,
+            model: Some(model),
             optimizer,
             ownership,
             accumulated: None,
+            before: None,
         }
+    }
+
+    /// Let go of what the update to come replaces, and have the model by value: what nobody else holds is updated in place.
+    fn begin_update(&mut self) -> M {
+        self.before = None;
+        self.model.take().unwrap_or_else(|| lost())
     }
 
     /// Whether every parameter is updated by an optimizer of [`optim`](crate::optim).
@@ -167,8 +205,12 @@ impl<M: Module> Training<M> {
     }
 
     /// The model.
+    ///
+    /// # Panics
+    ///
+    /// After a panic in an update, which took the model along.
     pub fn model(&self) -> &M {
-        &self.model
+        self.model.as_ref().unwrap_or_else(|| lost())
     }
 
     /// The optimizer.
@@ -178,22 +220,22 @@ impl<M: Module> Training<M> {
 
     /// Update the model: `model = optimizer.step(lr, model, grads)`.
     ///
-    /// A panic in the optimizer leaves the model as it was.
+    /// The model goes through the optimizer by value, as in plain Burn, so that what nobody else holds is updated in place. A
+    /// panic in the optimizer takes it along.
     pub fn optimize(&mut self, lr: impl Into<UpdateRate>, grads: GradientsParams) {
         let lr = lr.into().tracked();
-        let model = self.model.clone();
+        let model = self.begin_update();
         #[cfg(feature = "cubecl-backend")]
         {
             let (model, updates) = optim::collecting(|| self.optimizer.step(lr, model, grads));
-            // The old parameters are to have no holder but their updates.
-            self.model = model;
+            self.model = Some(model);
             if !updates.is_empty() {
                 self.make(updates);
             }
         }
         #[cfg(not(feature = "cubecl-backend"))]
         {
-            self.model = self.optimizer.step(lr, model, grads);
+            self.model = Some(self.optimizer.step(lr, model, grads));
         }
     }
 
@@ -222,7 +264,8 @@ impl<M: Module> Training<M> {
                 None => old,
             }
         };
-        self.model = self.model.clone().map(&mut Mapper { map: &mut fill });
+        let model = self.begin_update();
+        self.model = Some(model.map(&mut Mapper { map: &mut fill }));
         self.optimizer = optim::with_states(self.optimizer.clone(), |states| {
             for state in states.values_mut() {
                 let made = leaves.remove(&state.clock).into_iter().flatten();
@@ -236,7 +279,8 @@ impl<M: Module> Training<M> {
     /// Update the model with a function of it and the optimizer, for steps that do more than
     /// [`optimize`](Self::optimize).
     pub fn update(&mut self, update: impl FnOnce(M, &mut ModuleOptimizer) -> M) {
-        self.model = update(self.model.clone(), &mut self.optimizer);
+        let model = self.begin_update();
+        self.model = Some(update(model, &mut self.optimizer));
     }
 
     /// Add `grads` to those of the micro-batches before, for a later [`apply`](Self::apply). Sums, as Burn's
@@ -250,7 +294,8 @@ impl<M: Module> Training<M> {
     /// When other parameters have gradients than in the first micro-batch: a sum could not tell a parameter without a
     /// gradient from one whose gradient is zero.
     pub fn accumulate(&mut self, grads: GradientsParams) {
-        let (_, new) = optim::gradients::take(&self.model, grads);
+        self.before = None;
+        let (_, new) = optim::gradients::take(self.model(), grads);
         let Some(old) = &mut self.accumulated else {
             let Some((_, first)) = new.first() else {
                 return;
@@ -289,7 +334,8 @@ impl<M: Module> Training<M> {
             panic!("take_accumulated: no gradients were accumulated; call accumulate before");
         };
         old.fresh = old.fresh.ones_like();
-        optim::gradients::give(&self.model, &old.sums, GradientsParams::new())
+        let sums = old.sums.clone();
+        optim::gradients::give(self.model(), &sums, GradientsParams::new())
     }
 
     /// Update the model with the accumulated gradients; the next micro-batch begins anew. Called twice with no micro-batch
@@ -310,19 +356,27 @@ impl<M: Module> Training<M> {
     }
 
     /// The model, by value.
+    ///
+    /// # Panics
+    ///
+    /// As [`model`](Self::model).
     pub fn into_model(self) -> M {
-        self.model
+        self.into_parts().0
     }
 
     /// The model and the optimizer.
+    ///
+    /// # Panics
+    ///
+    /// As [`model`](Self::model).
     pub fn into_parts(self) -> (M, ModuleOptimizer) {
-        (self.model, self.optimizer)
+        (self.model.unwrap_or_else(|| lost()), self.optimizer)
     }
 }
 
 impl<M: Module> StepState for Training<M> {
     fn visit_state(&self, visit: &mut dyn FnMut(AnyTensor)) {
-        self.model.visit(&mut Visitor { visit });
+        self.model().visit(&mut Visitor { visit });
         if self.ownership == Ownership::Ours {
             let states = optim::states(&self.optimizer);
             states
@@ -339,7 +393,8 @@ impl<M: Module> StepState for Training<M> {
     }
 
     fn map_state(self, map: &mut dyn FnMut(AnyTensor) -> AnyTensor) -> Self {
-        let model = self.model.map(&mut Mapper { map });
+        let model = self.model.unwrap_or_else(|| lost());
+        let model = Some(model.map(&mut Mapper { map }));
         let optimizer = match self.ownership {
             Ownership::Ours => optim::with_states(self.optimizer, |states| {
                 states.values_mut().for_each(|state| state.map(map));
@@ -357,16 +412,17 @@ impl<M: Module> StepState for Training<M> {
             optimizer,
             ownership: self.ownership,
             accumulated,
+            before: None,
         }
     }
 
     fn visit_names(&self, visit: &mut dyn FnMut(String)) {
-        let parameters = optim::parameters(&self.model);
+        let parameters = optim::parameters(self.model());
         let path = |id: u64| {
             let known = parameters.iter().find(|(known, _)| known.val() == id);
             known.map_or_else(|| id.to_string(), |(_, path)| path.clone())
         };
-        self.model.visit(&mut Names {
+        self.model().visit(&mut Names {
             path: Vec::new(),
             visit: &mut *visit,
         });
@@ -387,7 +443,7 @@ impl<M: Module> StepState for Training<M> {
     }
 
     fn parameters(&self) -> Vec<(ParamId, String)> {
-        optim::parameters(&self.model)
+        optim::parameters(self.model())
     }
 
     fn visit_clocks(&self, visit: &mut dyn FnMut(u64, Option<u64>)) {
@@ -455,18 +511,56 @@ impl<M: Module> StepState for Training<M> {
     /// calling thread's id, and only a later read moves them into the value that visitors see. `valid` is the one
     /// call that every module has and that moves them.
     fn settle(&self) {
-        drop(self.model.valid());
+        drop(self.model().valid());
     }
 
     /// A clone of a model shares the cells of its `RunningState`s; going to validation and back makes new ones.
     fn independent(&self) -> Self {
         Self {
-            model: self.model.valid().train(),
+            model: Some(self.model().valid().train()),
             optimizer: self.optimizer.clone(),
             ownership: self.ownership,
             accumulated: self.accumulated.clone(),
+            before: None,
         }
     }
+
+    fn begin(&mut self) -> bool {
+        self.before = None;
+        self.settle();
+        let mut tensors = Vec::new();
+        let visit = &mut |tensor| tensors.push(tensor);
+        self.model().visit(&mut Visitor { visit });
+        let training = self.clone();
+        self.before = Some(Box::new(Before { training, tensors }));
+        true
+    }
+
+    fn end(&mut self) {
+        self.before = None;
+    }
+
+    fn undo(&mut self) {
+        if let Some(before) = self.before.take() {
+            let Before { training, tensors } = *before;
+            *self = training;
+            self.settle();
+            let mut tensors = tensors.into_iter();
+            let map = &mut |old: AnyTensor| match tensors.next() {
+                Some(tensor) => AnyTensor::lifted_like(tensor.inner(), &old),
+                None => old,
+            };
+            self.model = (self.model.take()).map(|model| model.map(&mut Mapper { map }));
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        self.model.is_none()
+    }
+}
+
+fn lost() -> ! {
+    panic!("a panic in an update took the model along: make the training anew, from a checkpoint")
 }
 
 struct Names<'a> {
@@ -630,6 +724,22 @@ macro_rules! tuple_state {
             }
             fn independent(&self) -> Self {
                 ($(self.$index.independent(),)*)
+            }
+            fn begin(&mut self) -> bool {
+                let begun = true $(& self.$index.begin())*;
+                if !begun {
+                    self.end();
+                }
+                begun
+            }
+            fn end(&mut self) {
+                $(self.$index.end();)*
+            }
+            fn undo(&mut self) {
+                $(self.$index.undo();)*
+            }
+            fn is_lost(&self) -> bool {
+                false $(|| self.$index.is_lost())*
             }
         }
     };

@@ -114,7 +114,9 @@ where
     /// # State
     ///
     /// Updated as by one call of the closure. A panic in the closure leaves it as it was and goes on unwinding; the next
-    /// call works.
+    /// call works. But where nobody watches (the step stays eager), a [`Training`](crate::Training) lets go of its old values
+    /// at its first update, as plain Burn does: a panic after that leaves the updates made, and one inside an update loses the
+    /// model ([`StepError::StateLost`](crate::StepError::StateLost)).
     ///
     /// # Errors
     ///
@@ -292,27 +294,36 @@ const NO_GRAPH: StepError = StepError::GraphRequired {
     reason: FallbackReason::CaptureBusy,
 };
 
-/// One eager call of the closure, in the context that the caller entered. A panic in it leaves the state as it was and
-/// goes on unwinding.
+/// One eager call of the closure, in the context that the caller entered. A panic in it goes on unwinding; the state is then as
+/// it was, with `keep` in any case, else unless the closure had begun an update.
 pub(crate) fn run_eager<S, B, O>(
     state: &mut S,
     step: &impl Fn(&mut S, B, StepRate) -> O,
     batch: &B,
+    keep: bool,
 ) -> O
 where
     S: StepState,
     B: TensorTree,
 {
-    let backup = state.clone();
-    let tensors = state::tensors_of(state);
+    let kept = match keep || !state.begin() {
+        true => Some((state.clone(), state::tensors_of(state))),
+        false => None,
+    };
     // Off the tape that the batch may have been computed on, as a recorded step has it.
     let batch = batch.map_tensors(&mut |tensor| tensor.as_leaf());
     match catch_unwind(AssertUnwindSafe(|| {
         step(&mut *state, batch, StepRate::new())
     })) {
-        Ok(output) => output,
+        Ok(output) => {
+            state.end();
+            output
+        }
         Err(panic) => {
-            *state = state::with_tensors(backup, &tensors);
+            match kept {
+                Some((backup, tensors)) => *state = state::with_tensors(backup, &tensors),
+                None => state.undo(),
+            }
             resume_unwind(panic)
         }
     }
