@@ -198,20 +198,46 @@ pub(crate) fn same_layout(src: &CubeTensor, dst: &CubeTensor) -> bool {
         && packed(dst)
 }
 
+/// Whether copying the first buffer from its first element to its last copies the tensor: both lie in memory the same way, and
+/// holes between rows, which the copy takes along, are nobody's in the second.
+fn laid_alike(src: &CubeTensor, dst: &CubeTensor) -> bool {
+    src.dtype == dst.dtype
+        && src.meta.shape() == dst.meta.shape()
+        && src.meta.strides() == dst.meta.strides()
+        && spans_its_buffer(src)
+        && spans_its_buffer(dst)
+}
+
+/// Whether the tensor's elements have a place each, in its buffer.
+fn spans_its_buffer(tensor: &CubeTensor) -> bool {
+    tensor.is_nonoverlapping()
+        && !tensor.meta.is_tiled()
+        && extent(tensor) <= tensor.handle.size_in_used()
+}
+
 fn bytes(tensor: &CubeTensor) -> u64 {
     (tensor.meta.shape().num_elements() * tensor.dtype.size()) as u64
 }
 
+/// Bytes from the first element to the last, holes between rows included.
+fn extent(tensor: &CubeTensor) -> u64 {
+    let places = tensor.meta.shape().iter().zip(tensor.meta.strides().iter());
+    let last: usize = places
+        .map(|(size, stride)| size.saturating_sub(1) * stride)
+        .sum();
+    ((last + 1) * tensor.dtype.size()) as u64
+}
+
 /// The element a copy moves: a 32-bit word where the bytes allow it, else the tensor's own.
 fn element(tensor: &CubeTensor) -> ElemType {
-    match bytes(tensor) % 4 {
+    match extent(tensor) % 4 {
         0 => ElemType::UInt(UIntKind::U32),
         _ => burn::backend::cubecl::dtype_to_storage_type(tensor.dtype),
     }
 }
 
 fn length(tensor: &CubeTensor, elem: ElemType) -> usize {
-    bytes(tensor) as usize / elem.size()
+    extent(tensor) as usize / elem.size()
 }
 
 /// A flat view of a buffer of `length` elements. What bounds the kernel is the size of the handle.
@@ -228,7 +254,8 @@ fn flat(handle: &Handle, length: usize) -> BufferArg {
 /// Copy each source into the buffer of its destination, on the current stream. Answers the number of launches.
 ///
 /// Shapes and dtypes of a pair must be equal; layouts may differ, at the price of a launch for that pair. A pair
-/// that already shares its buffer is left out, and so is an empty one.
+/// that already shares its buffer is left out, and so is an empty one. Destinations are buffers that this crate made for
+/// one tensor: what lies in holes between their rows is overwritten.
 pub(crate) fn copy_all(pairs: &[(CubeTensor, CubeTensor)]) -> u64 {
     let Some((first, _)) = pairs.first() else {
         return 0;
@@ -249,7 +276,7 @@ fn copy(client: &Client, pairs: &[(CubeTensor, CubeTensor)], words: Option<&Word
         if same_buffer(src, dst) || bytes(src) == 0 {
             continue;
         }
-        match same_layout(src, dst) && length(src, element(src)) < MAX_POSITIONS {
+        match laid_alike(src, dst) && length(src, element(src)) < MAX_POSITIONS {
             true => alike.push(pair),
             false => {
                 let src = burn_cubecl::kernel::untile(src.clone());
@@ -282,7 +309,7 @@ fn copy(client: &Client, pairs: &[(CubeTensor, CubeTensor)], words: Option<&Word
 pub(crate) fn launches(tensors: &[CubeTensor], carried: usize) -> u64 {
     let (alike, apart): (Vec<&CubeTensor>, Vec<&CubeTensor>) = (tensors.iter())
         .filter(|tensor| bytes(tensor) > 0)
-        .partition(|tensor| packed(tensor));
+        .partition(|tensor| spans_its_buffer(tensor));
     let groups = alike.first().map_or(0, |first| {
         copy_groups(&first.client, alike.clone(), |tensor| tensor, carried).len() as u64
     });

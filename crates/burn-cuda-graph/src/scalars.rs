@@ -385,6 +385,55 @@ mod tests {
         assert_eq!(used(&writer, slots), used(&written, slots));
     }
 
+    /// Rows with holes between them, as CubeCL lays some tensors, are copied with the others, by one launch, and counted so;
+    /// what follows the last row in the buffer is not touched.
+    #[test]
+    fn rows_with_holes_are_copied_with_the_others() {
+        let client = floats(1).client;
+        // The last elements are beyond the tensor's.
+        let holed = |length: usize, shape: [usize; 2], stride: usize| {
+            let mut tensor = floats(length);
+            *tensor.meta = Metadata::new(shape, [stride, 1]);
+            tensor
+        };
+        let zeros = |length: usize, like: &CubeTensor| {
+            let zeros = Tensor::<1>::zeros([length], &device());
+            let mut tensor = buffer(AnyTensor::from_float(zeros));
+            tensor.meta = like.meta.clone();
+            tensor
+        };
+        for (length, shape, stride) in [(24, [3, 5], 8), (17, [2, 7], 9), (9, [1, 4], 100)] {
+            let src = holed(length, shape, stride);
+            let dst = zeros(length, &src);
+            let plain = floats(64);
+            let pairs = [
+                (src.clone(), dst.clone()),
+                (plain.clone(), empty_like(&plain)),
+            ];
+            assert_eq!(copy_all(&pairs), 1, "{shape:?}");
+            assert_eq!(launches(&[src.clone(), plain], 0), 1);
+            assert_copied(&pairs[1..]);
+            let floats = |tensor: &CubeTensor| {
+                let bytes = read(&client, &tensor.handle);
+                let (words, _) = bytes.as_chunks::<4>();
+                words
+                    .iter()
+                    .map(|word| f32::from_le_bytes(*word))
+                    .collect::<Vec<_>>()
+            };
+            let (from, to) = (floats(&src), floats(&dst));
+            let [rows, columns] = shape;
+            for row in 0..rows {
+                let row = row * stride..row * stride + columns;
+                assert_eq!(to[row.clone()], from[row], "{shape:?}");
+            }
+            let end = (rows - 1) * stride + columns;
+            assert!(to[end..].iter().all(|value| *value == 0.0), "{to:?}");
+        }
+        // A buffer that is too short for the place of its last element is no such tensor.
+        assert_eq!(launches(&[holed(20, [3, 5], 8)], 0), 1);
+    }
+
     /// A batch that lies in memory otherwise than the static inputs takes launches of its own; the scalars still arrive.
     #[test]
     fn a_transposed_batch_brings_its_scalars() {
