@@ -446,7 +446,7 @@ mod tests {
         let pair = (transposed, fixed);
         let values = mixed(3, 1.0);
         let words = launched.words(RANDOM, &values).expect("are few");
-        assert_eq!(copy_and_write(&[pair.clone()], &words), 2);
+        assert_eq!(copy_and_write(std::slice::from_ref(&pair), &words), 2);
         written.write_all(RANDOM, &values);
         assert_eq!(used(&launched, 3), used(&written, 3));
         let rows = (0..4).flat_map(|row| (0..3).map(move |column| (column * 4 + row) as f32 + 0.5));
