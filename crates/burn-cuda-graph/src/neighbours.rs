@@ -12,7 +12,6 @@ use burn_fusion::stream::StreamId;
 use burn_ir::OperationIr;
 use cubecl_runtime::config::{CubeClRuntimeConfig, RuntimeConfig};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -30,7 +29,7 @@ struct Heard {
 impl Heard {
     fn new(streams: u64) -> Self {
         Self {
-            streams,
+            streams: streams.max(1),
             last: HashMap::new(),
         }
     }
@@ -51,72 +50,27 @@ impl Heard {
     }
 }
 
-/// No stream was heard on this one of the device; else one was, whose number follows from this; or several.
-const NOBODY: u64 = 0;
-const SEVERAL: u64 = u64::MAX;
+static HEARD: LazyLock<Mutex<Heard>> = LazyLock::new(|| {
+    let streams = CubeClRuntimeConfig::get().streaming.max_streams;
+    Mutex::new(Heard::new(u64::from(streams)))
+});
 
-/// What the fusion server is listened to with. Nearly every stream has one of the device to itself, and each operation of the
-/// process comes by here: a stream that is alone is told by one load.
-struct Listener {
-    streams: u64,
-    alone: [AtomicU64; 256],
-    heard: Mutex<Heard>,
-}
+struct Listener;
 
 impl Listener {
-    fn new(streams: u8) -> Self {
-        let streams = u64::from(streams).max(1);
-        Self {
-            streams,
-            alone: [const { AtomicU64::new(NOBODY) }; 256],
-            heard: Mutex::new(Heard::new(streams)),
-        }
-    }
-
-    fn note(&self, stream: StreamId) {
-        let own = stream.value.saturating_add(1);
-        let alone = &self.alone[(stream.value % self.streams) as usize];
-        let known = alone.load(Ordering::Relaxed);
-        let alone_still = known == own
-            || known == NOBODY
-                && (alone.compare_exchange(NOBODY, own, Ordering::Relaxed, Ordering::Relaxed))
-                    .is_ok();
-        if alone_still && own != SEVERAL {
-            return;
-        }
-        let first = alone.swap(SEVERAL, Ordering::Relaxed);
-        let now = Instant::now();
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        if ![NOBODY, SEVERAL, own].contains(&first) {
-            // When it worked last is not known.
-            heard.note(StreamId { value: first - 1 }, now);
-        }
-        heard.note(stream, now);
-    }
-
-    fn neighbour(&self, stream: StreamId) -> Option<(Neighbour, Instant)> {
-        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let (neighbour, at) = heard.neighbour(stream)?;
-        let neighbour = Neighbour {
-            stream: neighbour.value,
-            streams: self.streams,
-        };
-        Some((neighbour, at))
+    fn note() {
+        let mut heard = HEARD.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.note(StreamId::current(), Instant::now());
     }
 }
 
-static LISTENER: LazyLock<Listener> =
-    LazyLock::new(|| Listener::new(CubeClRuntimeConfig::get().streaming.max_streams));
-
-struct Observer;
-
-impl FusionObserver for Observer {
+impl FusionObserver for Listener {
     fn registered(&self, _operation: &OperationIr) {
-        LISTENER.note(StreamId::current());
+        Self::note();
     }
     /// A queue that somebody waits for is run without another registration.
     fn block_starts(&self, _block: BlockOperations<'_>) {
-        LISTENER.note(StreamId::current());
+        Self::note();
     }
     fn block_ran(&self) {}
 }
@@ -124,8 +78,8 @@ impl FusionObserver for Observer {
 /// Listen from now on, for the life of the process.
 pub(crate) fn listen() {
     static LISTENING: OnceLock<FusionObservation> = OnceLock::new();
-    LazyLock::force(&LISTENER);
-    LISTENING.get_or_init(|| FusionObservation::new(Arc::new(Observer)));
+    LazyLock::force(&HEARD);
+    LISTENING.get_or_init(|| FusionObservation::new(Arc::new(Listener)));
 }
 
 /// A neighbour of the calling thread's stream that was heard within the last seconds.
@@ -141,7 +95,13 @@ pub(crate) fn since(start: Instant) -> Option<Neighbour> {
 }
 
 fn last() -> Option<(Neighbour, Instant)> {
-    LISTENER.neighbour(StreamId::current())
+    let heard = HEARD.lock().unwrap_or_else(PoisonError::into_inner);
+    let (stream, at) = heard.neighbour(StreamId::current())?;
+    let neighbour = Neighbour {
+        stream: stream.value,
+        streams: heard.streams,
+    };
+    Some((neighbour, at))
 }
 
 #[cfg(test)]
@@ -170,34 +130,5 @@ mod tests {
         heard.note(stream(3), at(21));
         assert_eq!(heard.neighbour(stream(3)), Some((stream(19), at(20))));
         assert_eq!(heard.neighbour(stream(4)), None);
-    }
-
-    /// A stream that is alone is known as nobody's neighbour; from the first time that another one is heard on, each is the
-    /// other's, the first one too, which may be silent from then on.
-    #[test]
-    fn the_first_stream_is_the_seconds_neighbour() {
-        let stream = |value| StreamId { value };
-        let listener = Listener::new(128);
-        let number = |of: u64| {
-            let (neighbour, _) = listener.neighbour(stream(of))?;
-            Some((neighbour.stream, neighbour.streams))
-        };
-        for value in [0, 1, 0, 127, 1] {
-            listener.note(stream(value));
-        }
-        assert_eq!([number(0), number(1), number(127)], [None; 3]);
-        listener.note(stream(128));
-        assert_eq!((number(0), number(128)), (Some((128, 128)), Some((0, 128))));
-        assert_eq!([number(1), number(127)], [None; 2]);
-        // Task streams may have any number.
-        listener.note(stream(u64::MAX));
-        listener.note(stream(u64::MAX));
-        assert_eq!(number(127), Some((u64::MAX, 128)));
-        assert_eq!(number(u64::MAX), Some((127, 128)));
-        // One for all.
-        let few = Listener::new(0);
-        few.note(stream(3));
-        few.note(stream(4));
-        assert!(few.neighbour(stream(3)).is_some());
     }
 }
