@@ -80,6 +80,12 @@ struct Args {
     /// Update all parameters of the graphed step together (`GraphConfig::with_fused_updates`).
     #[arg(long)]
     fused: bool,
+    /// Register this crate's kernels first (`register_kernels`): for the plain steps as well.
+    #[arg(long)]
+    own_kernels: bool,
+    /// Write what the GPU did in the traced graphed steps, in order, to a CSV of each case in this folder.
+    #[arg(long)]
+    trace: Option<PathBuf>,
     /// Kernels of a replayed step to name in the JSON, the longest first, where the device is traced.
     #[arg(long, default_value_t = 16)]
     kernels: usize,
@@ -266,6 +272,20 @@ fn traced(cuda: bool, steps: &mut dyn FnMut()) -> Option<Traced> {
         span_ms: (last - first) as f64 / 1e6,
         activities,
     })
+}
+
+/// A line for each: when it began, after the first and in microseconds, how long it took, whether it was part of a graph.
+fn in_order(activities: &[Activity]) -> String {
+    let first = activities.first().map_or(0, |activity| activity.start_ns);
+    let lines = activities.iter().map(|activity| {
+        let start = (activity.start_ns - first) as f64 / 1e3;
+        let took = (activity.end_ns - activity.start_ns) as f64 / 1e3;
+        let in_graph = activity.graph != 0;
+        format!("{start:.2},{took:.2},{in_graph},{}\n", activity.name)
+    });
+    std::iter::once("start_us,took_us,in_graph,name\n".to_string())
+        .chain(lines)
+        .collect()
 }
 
 #[cfg(feature = "cuda")]
@@ -508,6 +528,13 @@ fn measure<M: Case>(
     if let Some(error) = failed {
         return Err(error.into());
     }
+    if let (Some(folder), Some(trace)) = (&args.trace, &graphed_trace) {
+        std::fs::create_dir_all(folder)?;
+        std::fs::write(
+            folder.join(format!("{}.csv", case.to_string().replace(':', "-"))),
+            in_order(&trace.activities),
+        )?;
+    }
 
     let [e, g, b, ea, ga, ba, eh, gh, bh] =
         [&e, &g, &b, &ea, &ga, &ba, &eh, &gh, &bh].map(|samples| Summary::of(samples));
@@ -600,6 +627,7 @@ fn measure<M: Case>(
         gpu_busy_ms: per_call(&graphed_trace),
         gpu_idle_share: idle(&graphed_trace),
         fused_updates: args.fused,
+        own_kernels: args.own_kernels,
         kernels,
         replayed: report.replayed,
         equality_steps,
@@ -783,6 +811,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     // Only where a case draws: a program that draws nothing has no reason to, and each of its operations would be offered to
     // one more observer.
+    if args.own_kernels {
+        burn_cuda_graph::register_kernels()?;
+    }
     let random_registered = args.cases.iter().any(|case| case.net.draws_random());
     if random_registered {
         burn_cuda_graph::register_random()?;

@@ -241,6 +241,9 @@ pub struct Row {
     pub gpu_busy_ms: Option<f64>,
     pub gpu_idle_share: Option<f64>,
     pub fused_updates: bool,
+    /// Whether this crate's kernels were registered, for all steps of the row.
+    #[serde(default)]
+    pub own_kernels: bool,
     pub kernels: Vec<KernelShare>,
     pub replayed: u64,
     pub equality_steps: usize,

@@ -41,6 +41,7 @@ mod lifecycle;
 pub mod optim;
 mod random;
 mod report;
+mod setup;
 mod shape_key;
 mod state;
 mod step;
@@ -60,6 +61,8 @@ mod host;
 #[cfg(not(feature = "cubecl-backend"))]
 #[path = "host_eager.rs"]
 mod host;
+#[cfg(feature = "cubecl-backend")]
+mod kernels;
 #[cfg(feature = "cubecl-backend")]
 mod multi;
 #[cfg(feature = "cubecl-backend")]
@@ -88,8 +91,9 @@ pub use function::GraphedFn;
 pub use graphed_state::GraphedState;
 #[cfg(feature = "wgpu")]
 pub use random::wgpu_device;
-pub use random::{SetupError, device, register_random, with_random};
+pub use random::{device, register_random, with_random};
 pub use report::{EntryReport, Report};
+pub use setup::{SetupError, register_kernels};
 pub use shape_key::{HostField, ShapeKey};
 pub use state::{Inference, StepState, Training};
 pub use step::{GraphedStep, StepOutput, StepPath};

@@ -47,40 +47,8 @@ mod philox;
 #[allow(unused_imports)]
 pub(crate) use fusion::DrawScope;
 
+use crate::setup::SetupError;
 use burn::tensor::{Device, Distribution, Int, Tensor};
-
-/// Why a device cannot be set up for graphed steps with random numbers.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum SetupError {
-    /// Burn's fusion runs already, and takes no optimizations any more.
-    #[error(
-        "{caller} came too late: call burn_cuda_graph::device(..) (or register_random()) at the start of the program, \
-         before the first tensor operation; found one already ran"
-    )]
-    FusionRunning {
-        /// The call that came too late.
-        caller: &'static str,
-    },
-    /// The backend is not part of this build.
-    #[error("{caller} needs the backend: build burn-cuda-graph with the feature `{feature}`")]
-    FeatureMissing {
-        /// The call that needs it.
-        caller: &'static str,
-        /// The feature to turn on.
-        feature: &'static str,
-    },
-}
-
-impl SetupError {
-    /// A short name, stable across releases.
-    pub fn name(&self) -> &'static str {
-        match self {
-            SetupError::FusionRunning { .. } => "fusion-running",
-            SetupError::FeatureMissing { .. } => "feature-missing",
-        }
-    }
-}
 
 /// Have the random operations of graphed steps draw new numbers at every replay.
 ///

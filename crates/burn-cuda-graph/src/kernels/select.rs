@@ -1,0 +1,117 @@
+//! Adding rows at indices: the gradient of an embedding.
+//!
+//! Burn's kernel has one thread for each column, which walks through all rows in order. The order is what makes the result
+//! the same each time, and it matters within an index only. So here each row is looked at by a cube of its own: the first row
+//! of an index adds all of that index, in order, and the others have nothing to do. Each element is the sum of the same
+//! numbers in the same order as by Burn's kernel.
+
+// The macro's expansion names its arguments without need. Conditions within a unit stand apart.
+#![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
+
+use super::view;
+use burn::tensor::DType;
+use burn_backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+
+/// Units of a cube, and indices looked at together.
+const UNITS: usize = 64;
+/// Fewer rows are quickly walked through; more are, by a cube each, looked at too often.
+const ROWS: core::ops::RangeInclusive<usize> = 64..=8192;
+
+#[cube(launch)]
+fn add_selected<I: Numeric>(
+    tensor: &mut [f32],
+    indices: &[I],
+    value: &[f32],
+    rows: u32,
+    width: u32,
+    heights: u32,
+    #[comptime] units: u32,
+    #[define(I)] _index: ElemType,
+) {
+    let own = CUBE_POS_X;
+    let unit = UNIT_POS_X;
+    let target = indices[usize::cast_from(own)];
+    // 1 at the first of the rows that go where this one goes.
+    let mut earlier = Shared::<[u32]>::new_slice(comptime!(units as usize));
+    let mut found = 0u32;
+    let mut row = unit;
+    while row < own {
+        if indices[usize::cast_from(row)] == target {
+            found = 1u32;
+        }
+        row += units;
+    }
+    earlier[usize::cast_from(unit)] = found;
+    sync_cube();
+    let mut first = 1u32;
+    for other in 0..units {
+        if earlier[usize::cast_from(other)] == 1u32 {
+            first = 0u32;
+        }
+    }
+    if first == 1u32 {
+        // Where an index names no row, nothing is written.
+        if target >= I::from_int(0) && target < I::cast_from(heights) {
+            let mut column = unit;
+            while column < width {
+                let place = usize::cast_from(u32::cast_from(target) * width + column);
+                let mut sum = tensor[place];
+                for row in own..rows {
+                    if indices[usize::cast_from(row)] == target {
+                        sum += value[usize::cast_from(row * width + column)];
+                    }
+                }
+                tensor[place] = sum;
+                column += units;
+            }
+        }
+    }
+}
+
+/// Whether `value`'s rows, at `indices` of the first axis of `tensor`, are for this kernel.
+pub(super) fn takes(tensor: &CubeTensor, indices: &CubeTensor, value: &CubeTensor) -> bool {
+    let width = |tensor: &CubeTensor| tensor.meta.shape()[1..].iter().product::<usize>();
+    let fits = |tensor: &CubeTensor| {
+        tensor.is_contiguous() && tensor.meta.num_dims() > 1 && tensor.meta.num_elements() < 1 << 32
+    };
+    let whole = matches!(indices.dtype, DType::I32 | DType::I64 | DType::U32);
+    fits(tensor)
+        && fits(value)
+        && whole
+        && indices.is_contiguous()
+        && indices.meta.num_dims() == 1
+        && value.meta.shape()[0] == indices.meta.shape()[0]
+        && ROWS.contains(&indices.meta.shape()[0])
+        && width(tensor) == width(value)
+        && width(tensor) > 0
+}
+
+/// `tensor` with each row of `value` added to the row that its index names.
+pub(super) fn add_rows(tensor: CubeTensor, indices: CubeTensor, value: CubeTensor) -> CubeTensor {
+    let tensor = match tensor.can_mut() {
+        true => tensor,
+        false => tensor.copy(),
+    };
+    let (heights, rows) = (tensor.meta.shape()[0], indices.meta.shape()[0]);
+    let width = value.meta.num_elements() / rows;
+    let hardware = &tensor.client.properties().hardware;
+    let units = UNITS.min(hardware.max_units_per_cube as usize) as u32;
+    let dtype = dtype_to_storage_type(indices.dtype);
+    add_selected::launch(
+        &tensor.client,
+        CubeCount::Static(rows as u32, 1, 1),
+        CubeDim::new_1d(units),
+        view(&tensor, [heights * width], [1]).into_buffer_arg(),
+        indices.into_buffer_arg(),
+        view(&value, [rows * width], [1]).into_buffer_arg(),
+        rows as u32,
+        width as u32,
+        heights as u32,
+        units,
+        dtype,
+    );
+    tensor
+}

@@ -1,0 +1,178 @@
+//! Sums along an axis that is not the last, of a tensor with few columns: gradients of biases, of norms' weights.
+//!
+//! A kernel that gives each column one thread keeps a few hundred threads busy with a thousand additions each, one waiting for
+//! another. Here the rows of a column are dealt to many units, whose sums are added in a tree.
+
+// The macro's expansion names its arguments without need.
+#![allow(clippy::too_many_arguments, missing_docs)]
+
+use super::{KernelKey, declined, empty, view};
+use burn::tensor::Shape;
+use burn_backend::ops::FloatTensorOps;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeTuneId};
+use cubecl::prelude::*;
+use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
+use cubecl::zspace::metadata::Metadata;
+
+/// Fewest rows for which columns are worth sharing.
+const FEWEST_ROWS: usize = 32;
+/// Most columns of which one thread each does not fill a device.
+const MOST_COLUMNS: usize = 1 << 16;
+
+/// Sum `rows` rows of `width` vectors. A cube has `columns` of them, and `lanes` units for each.
+#[cube(launch)]
+fn sum_rows<N: Size>(
+    input: &[Vector<f32, N>],
+    out: &mut [Vector<f32, N>],
+    rows: u32,
+    width: u32,
+    #[comptime] columns: u32,
+    #[comptime] lanes: u32,
+) {
+    let column = CUBE_POS_X * columns + UNIT_POS_X;
+    let lane = UNIT_POS_Y;
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    if column < width {
+        let mut row = lane;
+        while row < rows {
+            let place = (CUBE_POS_Y * rows + row) * width + column;
+            sum += input[usize::cast_from(place)];
+            row += lanes;
+        }
+    }
+    let mut shared = Shared::<[Vector<f32, N>]>::new_slice(comptime!((columns * lanes) as usize));
+    let own = usize::cast_from(lane * columns + UNIT_POS_X);
+    shared[own] = sum;
+    sync_cube();
+    let mut half = comptime!(lanes / 2).runtime();
+    while half > 0 {
+        if lane < half {
+            let other = usize::cast_from((lane + half) * columns + UNIT_POS_X);
+            let sum = shared[own] + shared[other];
+            shared[own] = sum;
+        }
+        half /= 2;
+        sync_cube();
+    }
+    if lane == 0 {
+        if column < width {
+            out[usize::cast_from(CUBE_POS_Y * width + column)] = shared[own];
+        }
+    }
+}
+
+/// A tensor's axes before the summed one, the summed one, and those behind it, each as one.
+fn folded(tensor: &CubeTensor, axis: usize) -> (usize, usize, usize) {
+    let shape = tensor.meta.shape();
+    let product = |sizes: &[usize]| sizes.iter().product::<usize>();
+    (
+        product(&shape[..axis]),
+        shape[axis],
+        product(&shape[axis + 1..]),
+    )
+}
+
+/// Whether the sum of `tensor` along `axis` is one for these kernels.
+pub(super) fn takes(tensor: &CubeTensor, axis: usize) -> bool {
+    if axis >= tensor.meta.num_dims() || !tensor.is_contiguous() {
+        return false;
+    }
+    let (outer, rows, inner) = folded(tensor, axis);
+    rows >= FEWEST_ROWS
+        && inner >= 2
+        && (1..=MOST_COLUMNS).contains(&(outer * inner))
+        // The grid's second axis.
+        && outer < 1 << 16
+        && tensor.meta.num_elements() < 1 << 32
+}
+
+/// Vectors, not elements, that a unit sums at once.
+fn vector(inner: usize) -> usize {
+    if inner.is_multiple_of(4) { 4 } else { 1 }
+}
+
+/// Sum `[outer, rows, inner]`, which has no holes, to `[outer, inner]`. A cube takes `columns` vectors of each row.
+pub(super) fn launch(
+    input: &CubeTensor,
+    (outer, rows, inner): (usize, usize, usize),
+    columns: usize,
+) -> CubeTensor {
+    let vector = vector(inner);
+    let width = inner / vector;
+    let units = input.client.properties().hardware.max_units_per_cube as usize;
+    let most = (units / columns)
+        .clamp(1, 128)
+        .min(rows.next_power_of_two());
+    // A power of two, for the tree.
+    let lanes = 1usize << most.ilog2();
+    let out = empty(input, [outer, inner]);
+    sum_rows::launch(
+        &input.client,
+        CubeCount::Static(width.div_ceil(columns) as u32, outer as u32, 1),
+        CubeDim::new_2d(columns as u32, lanes as u32),
+        vector,
+        view(input, [outer * rows * inner], [1]).into_buffer_arg(),
+        out.clone().into_buffer_arg(),
+        rows as u32,
+        width as u32,
+        columns as u32,
+        lanes as u32,
+    );
+    out
+}
+
+/// Burn's shape of the result: that of the input, with the axis of one element.
+fn shaped(out: CubeTensor, shape: &Shape, axis: usize) -> CubeTensor {
+    let mut sizes = shape.to_vec();
+    sizes[axis] = 1;
+    let mut strides = vec![1; sizes.len()];
+    for at in (0..sizes.len().saturating_sub(1)).rev() {
+        strides[at] = strides[at + 1] * sizes[at + 1];
+    }
+    let mut out = out;
+    *out.meta = Metadata::new(Shape::from(sizes), cubecl::zspace::Strides::new(&strides));
+    out
+}
+
+/// The sum along `axis`, which is kept with one element.
+pub(super) fn sum_dim(input: CubeTensor, axis: usize) -> CubeTensor {
+    static TUNER: LocalTuner<KernelKey, CubeTuneId> = local_tuner!();
+    type Inputs = (CubeTensor, usize);
+
+    let client = input.client.clone();
+    let id = CubeTuneId::new(&client, &input.device);
+    let by_columns = |(input, axis): Inputs, columns: usize| {
+        let folded = folded(&input, axis);
+        match columns > 1 && folded.2 / vector(folded.2) < columns / 2 {
+            true => declined("fewer columns than a cube has"),
+            false => {
+                let shape = input.meta.shape().clone();
+                Ok(shaped(launch(&input, folded, columns), &shape, axis))
+            }
+        }
+    };
+    let candidates = TUNER.init(&id, move || {
+        let key = |(input, axis): &Inputs| {
+            let (outer, rows, inner) = folded(input, *axis);
+            KernelKey::new("sum", [outer, rows, inner], &[])
+        };
+        TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
+            .with(Tunable::new("burn", |(input, axis): Inputs| {
+                Ok::<_, String>(CubeBackend::float_sum_dim(input, axis))
+            }))
+            .with(Tunable::new("sum_rows_1", move |inputs| {
+                by_columns(inputs, 1)
+            }))
+            .with(Tunable::new("sum_rows_2", move |inputs| {
+                by_columns(inputs, 2)
+            }))
+            .with(Tunable::new("sum_rows_8", move |inputs| {
+                by_columns(inputs, 8)
+            }))
+            .with(Tunable::new("sum_rows_32", move |inputs| {
+                by_columns(inputs, 32)
+            }))
+    });
+    TUNER.execute(&id, &client, candidates, (input, axis))
+}

@@ -1,0 +1,61 @@
+//! What is registered at the start of a program.
+
+/// Why what was asked for at the start of the program was not set up.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SetupError {
+    /// Burn's fusion runs already, and takes no optimizations any more.
+    #[error(
+        "{caller} came too late: call burn_cuda_graph::device(..), register_random() or register_kernels() at the start of \
+         the program, before the first tensor operation; found one already ran"
+    )]
+    FusionRunning {
+        /// The call that came too late.
+        caller: &'static str,
+    },
+    /// The backend is not part of this build.
+    #[error("{caller} needs the backend: build burn-cuda-graph with the feature `{feature}`")]
+    FeatureMissing {
+        /// The call that needs it.
+        caller: &'static str,
+        /// The feature to turn on.
+        feature: &'static str,
+    },
+}
+
+impl SetupError {
+    /// A short name, stable across releases.
+    pub fn name(&self) -> &'static str {
+        match self {
+            SetupError::FusionRunning { .. } => "fusion-running",
+            SetupError::FeatureMissing { .. } => "feature-missing",
+        }
+    }
+}
+
+/// Have the operations that leave a GPU idle computed by kernels with more threads, for the whole process.
+///
+/// Sums over the rows of tensors with few columns, products with a small result and a long contraction, gradients of
+/// embeddings, and 2D convolutions with their gradients, in `f32`. Where Burn's fusion would run such an operation alone, it
+/// becomes one of ours; CubeCL's tuning picks among our kernels and Burn's for each shape, once, and keeps the choice with its
+/// others. It concerns eager steps as well as graphed ones, so that both run the same kernels: a replay leaves what the
+/// process's eager step leaves.
+///
+/// **Results differ from those of a process without it in their last bits**: sums are taken in another order. On a GPU that
+/// is seldom worse than Burn's own order, often better, since chains of additions are shorter.
+///
+/// Call it at the start of the program. Later calls change nothing. Without a graph backend (features `cuda`, `wgpu`) there
+/// is nothing to register.
+///
+/// # Errors
+///
+/// [`SetupError::FusionRunning`] when a tensor operation ran before the first call. The process works on without.
+pub fn register_kernels() -> Result<(), SetupError> {
+    #[cfg(feature = "cubecl-backend")]
+    if !crate::kernels::register() {
+        return Err(SetupError::FusionRunning {
+            caller: "register_kernels()",
+        });
+    }
+    Ok(())
+}

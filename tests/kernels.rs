@@ -1,0 +1,157 @@
+//! This crate's kernels in Burn's fusion. They are registered for the whole process, so they are in one of their own.
+//!
+//! On software Vulkan; on a card with the feature `cuda` and `BURN_DEVICE=cuda`.
+#![cfg(feature = "wgpu")]
+
+mod common;
+
+use burn::module::Module;
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, PaddingConfig2d};
+use burn::tensor::{Device, Int, Tensor, TensorData, activation::relu};
+use burn_cuda_graph::GraphConfig;
+use common::{Net, assert_same, batch, bits, graphed, kernels_during, required, twins, word};
+use serial_test::serial;
+
+fn device() -> Device {
+    burn_cuda_graph::register_kernels().expect("no operation ran before");
+    // Later calls change nothing.
+    burn_cuda_graph::register_kernels().expect("registered");
+    #[cfg(feature = "cuda")]
+    if std::env::var("BURN_DEVICE").is_ok_and(|name| name == "cuda") {
+        return Device::cuda(0);
+    }
+    Device::wgpu(Default::default())
+}
+
+/// Integers from -3 to 3, so that every order of additions has the same result.
+fn integers<const D: usize>(shape: [usize; D], seed: usize, device: &Device) -> Tensor<D> {
+    let value = |index: usize| ((index * 31 + seed * 17) * 2_654_435_761 >> 7) % 7;
+    let length = shape.iter().product();
+    let values: Vec<f32> = (0..length).map(|index| value(index) as f32 - 3.0).collect();
+    Tensor::from_data(TensorData::new(values, shape), device)
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().try_into_vec().expect("f32 values")
+}
+
+/// Operations of Burn are computed by them, with the results they always had.
+#[test]
+#[serial]
+fn operations_run_on_them() {
+    let device = device();
+    let x = integers([200, 24], 1, &device);
+    let w = integers([24, 40], 2, &device);
+    let rows = [3, 5, 3, 3, 0, 7, 5, 1].repeat(25);
+    let image = integers([2, 4, 8, 8], 4, &device);
+    let weight = integers([8, 4, 3, 3], 5, &device);
+    let mut found = (Vec::new(), Vec::new(), Vec::new());
+    let kernels = kernels_during(|| {
+        found.0 = values(x.clone().sum_dim(0));
+        found.1 = values(x.clone().transpose().matmul(x.clone().matmul(w.clone())));
+        let data = TensorData::new(rows.clone(), [rows.len()]);
+        let at = Tensor::<1, Int>::from_data(data, &device);
+        let table = Tensor::<2>::zeros([9, 24], &device);
+        found.2 =
+            values(table.select_assign(0, at, x.clone(), burn::tensor::IndexingUpdateOp::Add));
+        let options = burn::tensor::ops::ConvOptions::new([1, 1], [1, 1], [1, 1], 1);
+        let out = burn::tensor::module::conv2d(image.clone(), weight.clone(), None, options);
+        assert_eq!(out.dims(), [2, 8, 8, 8]);
+        out.into_data();
+    });
+    // The one that is not chosen by tuning, which may prefer Burn's kernels and remembers that.
+    let heard = kernels.iter().any(|kernel| kernel.contains("add_selected"));
+    assert!(heard);
+    let (xs, ws) = (values(x), values(w));
+    let mut sums = vec![0f32; 24];
+    let mut table = vec![0f32; 9 * 24];
+    for (place, value) in xs.iter().enumerate() {
+        sums[place % 24] += value;
+        table[rows[place / 24] as usize * 24 + place % 24] += value;
+    }
+    assert_eq!(found.0, sums);
+    assert_eq!(found.2, table);
+    let mut product = vec![0f32; 24 * 40];
+    for row in 0..200 {
+        for column in 0..40 {
+            let y: f32 = (0..24)
+                .map(|at| xs[row * 24 + at] * ws[at * 40 + column])
+                .sum();
+            for at in 0..24 {
+                product[at * 40 + column] += xs[row * 24 + at] * y;
+            }
+        }
+    }
+    assert_eq!(found.1, product);
+}
+
+/// An embedding, a convolution and linear layers on `[batch, 32]`: each of the operations that are taken, and its gradients.
+#[derive(Module, Debug)]
+struct Mixed {
+    table: Embedding,
+    conv: Conv2d,
+    hidden: Linear,
+    output: Linear,
+}
+
+impl Net for Mixed {
+    fn make(device: &Device) -> Self {
+        Self {
+            table: EmbeddingConfig::new(16, 4).init(device),
+            conv: Conv2dConfig::new([4, 8], [3, 3])
+                .with_padding(PaddingConfig2d::Same)
+                .init(device),
+            hidden: LinearConfig::new(8 * 32, 32).init(device),
+            output: LinearConfig::new(32, 8).init(device),
+        }
+    }
+    fn run(&self, x: Tensor<2>) -> Tensor<2> {
+        let [samples, _] = x.dims();
+        let words = x.clone().add_scalar(0.5).mul_scalar(15.9).int();
+        // [batch, 32, 4] to [batch, 4, 8, 4].
+        let seen = self.table.forward(words).swap_dims(1, 2);
+        let seen = seen.reshape([samples, 4, 8, 4]) * x.reshape([samples, 1, 8, 4]);
+        let seen = relu(self.conv.forward(seen)).flatten::<2>(1, 3);
+        self.output.forward(relu(self.hidden.forward(seen)))
+    }
+}
+
+/// Replays leave the bits of the same steps that are never recorded.
+#[test]
+#[serial]
+fn steps_replay_on_them() {
+    let device = device();
+    let run = |config: GraphConfig| {
+        let (device, model, _) = twins::<Mixed>(&device);
+        let mut step = graphed(model, config, &device);
+        let mut left = Vec::new();
+        let mut paths = Vec::new();
+        for index in 0..12 {
+            let out = step.run(batch(&device, index, 64), 0.05).expect("runs");
+            paths.push(word(&out));
+            left.push(bits(&step.model()));
+        }
+        (left, paths)
+    };
+    // The first run tunes.
+    run(required());
+    let mut paths = Vec::new();
+    let mut left = Vec::new();
+    let kernels = kernels_during(|| (left, paths) = run(required()));
+    assert!(
+        paths[4..].iter().all(|path| *path == "replayed"),
+        "{paths:?}"
+    );
+    assert!(kernels.iter().any(|kernel| kernel.contains("add_selected")));
+    let (eager, never) = run(GraphConfig::new().with_warmup(u32::MAX));
+    assert!(
+        never
+            .iter()
+            .all(|path| !["recorded", "replayed"].contains(path)),
+        "{never:?}"
+    );
+    for (index, (ours, theirs)) in left.iter().zip(&eager).enumerate() {
+        assert_same(ours, theirs, format_args!("step {index}"));
+    }
+}
