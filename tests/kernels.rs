@@ -46,10 +46,21 @@ fn operations_run_on_them() {
     let rows = [3, 5, 3, 3, 0, 7, 5, 1].repeat(25);
     let image = integers([2, 4, 8, 8], 4, &device);
     let weight = integers([8, 4, 3, 3], 5, &device);
+    let bias = integers([1, 40], 6, &device);
     let mut found = (Vec::new(), Vec::new(), Vec::new());
+    let mut more = (Vec::new(), Vec::new());
     let kernels = kernels_during(|| {
         found.0 = values(x.clone().sum_dim(0));
         found.1 = values(x.clone().transpose().matmul(x.clone().matmul(w.clone())));
+        // A product and what follows it: once as it was tuned.
+        for _ in 0..2 {
+            let y = x.clone().matmul(w.clone());
+            let seen = x.clone().transpose().matmul(y) + bias.clone();
+            more.0 = values(relu(seen.mul_scalar(2.0)));
+        }
+        // Batches that meet one matrix, and the sum over both of their axes.
+        let batches = x.clone().reshape([4, 50, 24]).sum_dim(0).sum_dim(1);
+        more.1 = values(batches);
         let data = TensorData::new(rows.clone(), [rows.len()]);
         let at = Tensor::<1, Int>::from_data(data, &device);
         let table = Tensor::<2>::zeros([9, 24], &device);
@@ -84,6 +95,12 @@ fn operations_run_on_them() {
         }
     }
     assert_eq!(found.1, product);
+    assert_eq!(more.1, sums);
+    let bias = values(bias);
+    for (place, value) in product.iter_mut().enumerate() {
+        *value = ((*value + bias[place % 40]) * 2.0).max(0.0);
+    }
+    assert_eq!(more.0, product);
 }
 
 /// An embedding, a convolution and linear layers on `[batch, 32]`: each of the operations that are taken, and its gradients.

@@ -20,6 +20,7 @@
 
 mod columns;
 mod conv;
+mod followed;
 mod fusion;
 mod matmul;
 mod select;

@@ -3,7 +3,7 @@
 // The macro's expansion names its arguments without need. Conditions of the compilation stand apart from those of a unit.
 #![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
 
-use super::empty;
+use super::{empty, view};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::calculate_cube_count_elemwise;
 use cubecl::prelude::*;
@@ -53,27 +53,48 @@ fn write_columns<N: Size>(
         let tap_y = i32::cast_from(tap / taps_x) * comptime!(window.dilation.0 as i32);
         let tap_x = i32::cast_from(tap % taps_x) * comptime!(window.dilation.1 as i32);
 
+        let grid_x = comptime!(window.grid.1 as u32);
+        let grid = comptime!((window.grid.0 * window.grid.1) as u32);
+        let start = usize::cast_from(channel) * images.stride(1);
         let mut values = Vector::<f32, N>::empty();
-        #[unroll]
-        for lane in 0..width {
-            let at = first + comptime!(lane as u32);
-            let grid_x = comptime!(window.grid.1 as u32);
-            let grid = comptime!((window.grid.0 * window.grid.1) as u32);
-            let image = at / grid;
-            let rest = at % grid;
+        if comptime!(window.grid.1.is_multiple_of(width)) {
+            // All of a vector is in one line of the grid.
+            let rest = first % grid;
             let y = i32::cast_from(rest / grid_x);
-            let x = i32::cast_from(rest % grid_x);
+            let from_x = i32::cast_from(rest % grid_x);
             let (y, y_fits) = place(y, tap_y, comptime!(axis_of(window, 0)));
-            let (x, x_fits) = place(x, tap_x, comptime!(axis_of(window, 1)));
-            let mut value = 0.0f32;
-            if y_fits && x_fits {
-                let index = usize::cast_from(image) * images.stride(0)
-                    + usize::cast_from(channel) * images.stride(1)
-                    + usize::cast_from(y) * images.stride(2)
-                    + usize::cast_from(x) * images.stride(3);
-                value = images[index];
+            let start = start
+                + usize::cast_from(first / grid) * images.stride(0)
+                + usize::cast_from(y) * images.stride(2);
+            #[unroll]
+            for lane in 0..width {
+                let x = from_x + comptime!(lane as i32);
+                let (x, x_fits) = place(x, tap_x, comptime!(axis_of(window, 1)));
+                let mut value = 0.0f32;
+                if y_fits && x_fits {
+                    value = images[start + usize::cast_from(x) * images.stride(3)];
+                }
+                values.insert(lane, value);
             }
-            values.insert(lane, value);
+        } else {
+            #[unroll]
+            for lane in 0..width {
+                let at = first + comptime!(lane as u32);
+                let rest = at % grid;
+                let y = i32::cast_from(rest / grid_x);
+                let x = i32::cast_from(rest % grid_x);
+                let (y, y_fits) = place(y, tap_y, comptime!(axis_of(window, 0)));
+                let (x, x_fits) = place(x, tap_x, comptime!(axis_of(window, 1)));
+                let mut value = 0.0f32;
+                if y_fits && x_fits {
+                    let index = start
+                        + usize::cast_from(at / grid) * images.stride(0)
+                        + usize::cast_from(y) * images.stride(2)
+                        + usize::cast_from(x) * images.stride(3);
+                    value = images[index];
+                }
+                values.insert(lane, value);
+            }
         }
         out[usize::cast_from(position)] = values;
     }
@@ -115,10 +136,27 @@ fn place(position: i32, tap: i32, #[comptime] axis: Axis) -> (i32, bool) {
     }
 }
 
-/// The columns of `images`, `[n, channels, height, width]`: `[pieces, channels * taps, n * positions / pieces]`.
+impl Window {
+    /// Whether each position sees its own place alone.
+    fn is_one(&self) -> bool {
+        self.taps == (1, 1)
+            && self.stride == (1, 1)
+            && self.padding == (0, 0)
+            && self.image == self.grid
+    }
+}
+
+/// The columns of `images`, `[n, channels, height, width]`: `[pieces, channels * taps, n * positions / pieces]`. Where they
+/// lie so already, nothing is written.
 pub(super) fn columns(images: &CubeTensor, window: Window, pieces: usize) -> CubeTensor {
-    let shape = images.meta.shape();
+    let (shape, strides) = (images.meta.shape(), images.meta.strides());
     let (count, channels) = (shape[0], shape[1]);
+    let positions = shape[2] * shape[3];
+    let lies = [positions, count * positions, shape[3], 1];
+    if window.is_one() && pieces == 1 && (0..4).all(|axis| strides[axis] == lies[axis]) {
+        let all = count * positions;
+        return view(images, [1, channels, all], [channels * all, all, 1]);
+    }
     let rows = channels * window.taps.0 * window.taps.1;
     let length = count * window.grid.0 * window.grid.1 / pieces;
     let vector = if length.is_multiple_of(4) { 4 } else { 1 };

@@ -3,6 +3,7 @@
 //! Burn's fusion hands an operation in the plan's own numbering, without sizes, and keeps the plan for all shapes. So it is
 //! told by its kind alone whether an operation is taken, and by its tensors, when it runs, what computes it.
 
+use super::followed::{self, Followed, locked};
 use super::{conv, matmul, plain, select, sum};
 use burn::tensor::IndexingUpdateOp;
 use burn_cubecl::CubeBackend;
@@ -12,14 +13,17 @@ use burn_cubecl::fusion::{
     OptimizationProvider,
 };
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl_fusion::optim::elemwise::ElementWiseFuser;
+use burn_cubecl_fusion::optim::CubeOptimizationState;
+use burn_cubecl_fusion::optim::elemwise::{ElementWiseFuser, ElemwiseOptimization};
+use burn_cubecl_fusion::optim::matmul::{MatmulFuser, MatmulOptimization};
 use burn_fusion::stream::Context;
-use burn_fusion::{FuserProperties, FuserStatus, OperationFuser};
+use burn_fusion::{FuserProperties, FuserStatus, NumOperations, OperationFuser};
 use burn_ir::{
     BaseOperationIr, FloatOperationIr, ModuleOperationIr, NumericOperationIr, OperationIr, TensorIr,
+    TensorStatus,
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 /// Less than whatever Burn's own optimizations score, so that those which save a launch or bytes go first.
 const SCORE: u64 = 1;
@@ -27,7 +31,8 @@ const SCORE: u64 = 1;
 /// An operation that is taken, by the plan's own numbering.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Taken {
-    Sum(burn_ir::ReduceDimOpIr),
+    /// And the sum of that along an axis beside it, where one follows.
+    Sum(burn_ir::ReduceDimOpIr, Option<burn_ir::ReduceDimOpIr>),
     Matmul(burn_ir::MatmulOpIr),
     Select(burn_ir::SelectAssignOpIr),
     Conv(burn_ir::Conv2dOpIr),
@@ -39,7 +44,7 @@ impl Taken {
     fn from(operation: &OperationIr) -> Option<Self> {
         match operation {
             OperationIr::NumericFloat(_, NumericOperationIr::SumDim(op)) => {
-                Some(Self::Sum(op.clone()))
+                Some(Self::Sum(op.clone(), None))
             }
             OperationIr::Float(_, FloatOperationIr::Matmul(op)) => Some(Self::Matmul(op.clone())),
             OperationIr::BaseFloat(BaseOperationIr::SelectAssign(op))
@@ -63,6 +68,31 @@ impl Taken {
             _ => None,
         }
     }
+
+    /// Whether `operation` is computed together with this one.
+    fn with(&mut self, operation: &OperationIr) -> bool {
+        let OperationIr::NumericFloat(_, NumericOperationIr::SumDim(next)) = operation else {
+            return false;
+        };
+        match self {
+            Self::Sum(op, then @ None)
+                if next.input.id == op.out.id
+                    && next.input.status == TensorStatus::ReadWrite
+                    && next.axis.abs_diff(op.axis) == 1 =>
+            {
+                *then = Some(next.clone());
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn num_operations(&self) -> usize {
+        match self {
+            Self::Sum(_, Some(_)) => 2,
+            _ => 1,
+        }
+    }
 }
 
 /// Takes one operation, with what stands before it and Burn would not fuse.
@@ -71,12 +101,80 @@ impl Taken {
 /// `select_assign` into them, one operation on elements and the product that follows. So this fuser stays open for as long as
 /// the one for elements does, and is ready when an operation follows that it takes. Where the ones before are worth fusing,
 /// that scores more, and the next block begins with the operation.
+///
+/// A product that begins a block is taken with the operations on elements that follow, as Burn's own fusion of both would,
+/// which is among the candidates then.
 #[derive(Clone)]
 struct KernelFuser {
+    device: CubeDevice,
     elements: ElementWiseFuser,
     leading: usize,
     taken: Option<Taken>,
+    /// What follows a product: with it, as Burn has it, and alone.
+    followed: Option<(MatmulFuser, ElementWiseFuser)>,
+    /// Burn's own fusion goes on where ours cannot.
+    behind_burn: bool,
     closed: bool,
+}
+
+impl KernelFuser {
+    fn new(device: CubeDevice) -> Self {
+        Self {
+            elements: ElementWiseFuser::new(device.clone()),
+            device,
+            leading: 0,
+            taken: None,
+            followed: None,
+            behind_burn: false,
+            closed: false,
+        }
+    }
+
+    /// Operations on elements behind the product.
+    fn behind(&self) -> usize {
+        self.followed
+            .as_ref()
+            .map_or(0, |(_, elements)| elements.len())
+    }
+
+    /// Take what begins with `operation`.
+    fn begin(&mut self, taken: Taken, operation: &OperationIr) {
+        self.closed = true;
+        if matches!(taken, Taken::Matmul(_)) && self.leading == 0 {
+            let mut product = MatmulFuser::new(self.device.clone());
+            product.fuse(operation);
+            if product.status() == FuserStatus::Open {
+                let elements = ElementWiseFuser::new(self.device.clone());
+                self.followed = Some((product, elements));
+                self.closed = false;
+            }
+        }
+        if matches!(taken, Taken::Sum(..)) {
+            self.closed = false;
+        }
+        self.taken = Some(taken);
+    }
+
+    /// Take `operation` as well, or close.
+    fn follow(&mut self, operation: &OperationIr) {
+        let Some((product, elements)) = &mut self.followed else {
+            self.closed = true;
+            if let Some(taken) = &mut self.taken {
+                taken.with(operation);
+            }
+            return;
+        };
+        product.fuse(operation);
+        if product.status() == FuserStatus::Closed {
+            self.closed = true;
+            return;
+        }
+        elements.fuse(operation);
+        if elements.status() == FuserStatus::Closed || elements.len() + 1 != product.len() {
+            self.behind_burn = true;
+            self.closed = true;
+        }
+    }
 }
 
 impl OperationFuser<CubeOptimization> for KernelFuser {
@@ -84,9 +182,12 @@ impl OperationFuser<CubeOptimization> for KernelFuser {
         if self.closed {
             return;
         }
-        self.taken = Taken::from(operation);
         if self.taken.is_some() {
-            self.closed = true;
+            self.follow(operation);
+            return;
+        }
+        if let Some(taken) = Taken::from(operation) {
+            self.begin(taken, operation);
             return;
         }
         self.elements.fuse(operation);
@@ -96,16 +197,23 @@ impl OperationFuser<CubeOptimization> for KernelFuser {
         }
     }
     fn finish(&mut self) -> CubeOptimization {
+        let behind = self.behind();
+        let followed = match &mut self.followed {
+            Some((product, elements)) if behind > 0 => Some(Arc::new(Followed {
+                fused: Mutex::new(product.finish()),
+                elements: Mutex::new(elements.finish()),
+                behind,
+            })),
+            _ => None,
+        };
         CubeOptimization::new(KernelOperation {
             leading: self.leading,
             taken: self.taken.clone(),
+            followed,
         })
     }
     fn reset(&mut self) {
-        self.elements.reset();
-        self.leading = 0;
-        self.taken = None;
-        self.closed = false;
+        *self = Self::new(self.device.clone());
     }
     fn status(&self) -> FuserStatus {
         match self.closed {
@@ -114,13 +222,21 @@ impl OperationFuser<CubeOptimization> for KernelFuser {
         }
     }
     fn properties(&self) -> FuserProperties {
+        let score = match &self.followed {
+            // More than Burn's fusion of the same operations, which is one of the candidates.
+            Some((product, elements)) if elements.len() > 0 => {
+                product.properties().score.saturating_add(1)
+            }
+            _ => SCORE,
+        };
         FuserProperties {
-            score: SCORE,
-            ready: self.taken.is_some(),
+            score,
+            ready: self.taken.is_some() && !self.behind_burn,
         }
     }
     fn len(&self) -> usize {
-        self.leading + usize::from(self.taken.is_some())
+        let taken = self.taken.as_ref().map_or(0, Taken::num_operations);
+        self.leading + taken + self.behind()
     }
     fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
         Box::new(self.clone())
@@ -131,11 +247,12 @@ impl OperationFuser<CubeOptimization> for KernelFuser {
 struct KernelOperation {
     leading: usize,
     taken: Option<Taken>,
+    followed: Option<Arc<Followed>>,
 }
 
 /// The tensors of a plan, as they are in this run.
-struct Tensors<'a> {
-    context: &'a mut Context<CubeFusionHandle>,
+pub(super) struct Tensors<'a> {
+    pub context: &'a mut Context<CubeFusionHandle>,
 }
 
 impl Tensors<'_> {
@@ -148,7 +265,7 @@ impl Tensors<'_> {
     }
 
     /// The tensor as it lies in memory, left where it is.
-    fn peek(&mut self, local: &TensorIr) -> Option<CubeTensor> {
+    pub(super) fn peek(&mut self, local: &TensorIr) -> Option<CubeTensor> {
         let ir = self.ir(local)?;
         let handle = self.context.handles.get_handle_ref(&ir.id)?.clone();
         Some(CubeTensor {
@@ -162,12 +279,12 @@ impl Tensors<'_> {
     }
 
     /// The tensor; the last reader takes it out.
-    fn take(&mut self, local: &TensorIr) -> Option<CubeTensor> {
+    pub(super) fn take(&mut self, local: &TensorIr) -> Option<CubeTensor> {
         let ir = self.ir(local)?;
         Some(self.context.handles.get_float_tensor::<CubeBackend>(&ir))
     }
 
-    fn give(&mut self, local: &TensorIr, tensor: CubeTensor) {
+    pub(super) fn give(&mut self, local: &TensorIr, tensor: CubeTensor) {
         if let Some(ir) = self.ir(local) {
             self.context.handles.register_handle(ir.id, tensor.into());
         }
@@ -179,11 +296,14 @@ impl KernelOperation {
     fn compute(&self, tensors: &mut Tensors<'_>) -> Option<()> {
         let float = |tensor: CubeTensor| plain(&tensor).then_some(tensor);
         match self.taken.as_ref()? {
-            Taken::Sum(op) => {
-                let takes = sum::takes(&float(tensors.peek(&op.input)?)?, op.axis);
+            Taken::Sum(op, then) => {
+                let first = then.as_ref().map_or(op.axis, |then| op.axis.min(then.axis));
+                let axes = first..first + self.taken.as_ref()?.num_operations();
+                let takes = sum::takes(&float(tensors.peek(&op.input)?)?, &axes);
                 takes.then_some(())?;
                 let input = tensors.take(&op.input)?;
-                tensors.give(&op.out, sum::sum_dim(input, op.axis));
+                let out = then.as_ref().map_or(&op.out, |then| &then.out);
+                tensors.give(out, sum::sum_dims(input, axes));
             }
             Taken::Matmul(op) => {
                 let lhs = float(tensors.peek(&op.lhs)?)?;
@@ -246,10 +366,20 @@ impl KernelOperation {
 
 impl FusedOperation for KernelOperation {
     const NAME: &'static str = "burn-cuda-graph-kernels";
-    type State = (usize, Option<Taken>);
+    type State = State;
 
     fn num_ops_fused(&self) -> usize {
-        self.leading + usize::from(self.taken.is_some())
+        let taken = self.taken.as_ref().map_or(0, Taken::num_operations);
+        let behind = self.followed.as_ref().map_or(0, |followed| followed.behind);
+        self.leading + taken + behind
+    }
+
+    fn max_relative_shape_id(&self) -> Option<usize> {
+        let followed = self.followed.as_ref()?;
+        let (fused, elements) = (locked(&followed.fused), locked(&followed.elements));
+        fused
+            .max_relative_shape_id()
+            .max(elements.max_relative_shape_id())
     }
 
     fn run(
@@ -257,21 +387,55 @@ impl FusedOperation for KernelOperation {
         context: &mut Context<CubeFusionHandle>,
         fallback: &dyn Fn(usize) -> Box<dyn FallbackOperation>,
     ) {
+        if let (Some(followed), Some(Taken::Matmul(op))) = (&self.followed, &self.taken) {
+            followed::run(followed, op, context, fallback);
+            return;
+        }
         for index in 0..self.leading {
             fallback(index).run(context);
         }
         if self.compute(&mut Tensors { context }).is_none() {
-            fallback(self.leading).run(context);
+            for index in self.leading..self.num_ops_fused() {
+                fallback(index).run(context);
+            }
         }
     }
 
     fn to_state(&self) -> Self::State {
-        (self.leading, self.taken.clone())
+        State {
+            leading: self.leading,
+            taken: self.taken.clone(),
+            followed: self.followed.as_ref().map(|followed| {
+                let (fused, elements) = (locked(&followed.fused), locked(&followed.elements));
+                (fused.to_state(), elements.to_state(), followed.behind)
+            }),
+        }
     }
 
-    fn from_state(_device: &cubecl::Device, (leading, taken): Self::State) -> Self {
-        Self { leading, taken }
+    fn from_state(device: &cubecl::Device, state: Self::State) -> Self {
+        let followed = state.followed.map(|(fused, elements, behind)| {
+            let fused = MatmulOptimization::from_state(device, fused.decode());
+            let elements = ElemwiseOptimization::from_state(device, elements.decode());
+            Arc::new(Followed {
+                fused: Mutex::new(CubeOptimization::new(fused)),
+                elements: Mutex::new(CubeOptimization::new(elements)),
+                behind,
+            })
+        });
+        Self {
+            leading: state.leading,
+            taken: state.taken,
+            followed,
+        }
     }
+}
+
+/// What an operation is stored as.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct State {
+    leading: usize,
+    taken: Option<Taken>,
+    followed: Option<(CubeOptimizationState, CubeOptimizationState, usize)>,
 }
 
 struct KernelProvider;
@@ -280,12 +444,7 @@ impl OptimizationProvider for KernelProvider {
     type Operation = KernelOperation;
 
     fn fuser(&self, device: &CubeDevice) -> CubeFuser {
-        CubeFuser::new(KernelFuser {
-            elements: ElementWiseFuser::new(device.clone()),
-            leading: 0,
-            taken: None,
-            closed: false,
-        })
+        CubeFuser::new(KernelFuser::new(device.clone()))
     }
 }
 

@@ -2,14 +2,16 @@
 //!
 //! A kernel for products gives each tile of the result all of the contraction. Where there are fewer tiles than
 //! multiprocessors, most of the device idles. Cut into pieces, the contraction is a batch of products, whose results are
-//! summed (known as split-K).
+//! summed (known as split-K). Batches that meet the same matrix are rows of one product.
 
 use super::{KernelKey, declined, empty, processors, sum, view};
-use burn::tensor::DType;
+use burn::tensor::{DType, Shape};
 use burn_backend::ops::FloatTensorOps;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
+use cubecl::zspace::Strides;
+use cubecl::zspace::metadata::Metadata;
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
 
 /// The side of a tile of the result that one cube computes, as an estimate.
@@ -22,15 +24,32 @@ const GRAIN: usize = 8;
 /// Most pieces: their results are written and read again.
 const MOST_PIECES: usize = 64;
 
-/// Rows, contraction and columns, where all other axes have one element.
+/// How many rows a matrix has with those of its batches, and how far they are apart, where batches follow one another as rows
+/// do.
+fn rows(tensor: &CubeTensor) -> Option<(usize, usize)> {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let mut found = None;
+    for axis in (0..shape.num_dims() - 1).rev() {
+        let (size, stride) = (shape[axis], strides[axis]);
+        found = match found {
+            _ if size == 1 => found,
+            None => Some((size, stride)),
+            Some((count, apart)) if stride == count * apart => Some((count * size, apart)),
+            Some(_) => return None,
+        };
+    }
+    // One row is at any distance of the next.
+    Some(found.unwrap_or((1, shape[shape.num_dims() - 1])))
+}
+
+/// Rows, contraction and columns of the one product that it is: all of the left operand's batches meet the same matrix.
 fn sizes(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<(usize, usize, usize)> {
     let (left, right) = (lhs.meta.shape(), rhs.meta.shape());
     let rank = left.num_dims();
-    if rank < 2 || right.num_dims() != rank {
+    if rank < 2 || right.num_dims() != rank || right[..rank - 2].iter().any(|size| *size != 1) {
         return None;
     }
-    let single = |shape: &[usize]| shape[..rank - 2].iter().all(|size| *size == 1);
-    (single(left) && single(right)).then(|| (left[rank - 2], left[rank - 1], right[rank - 1]))
+    Some((rows(lhs)?.0, left[rank - 1], right[rank - 1]))
 }
 
 fn tiles(m: usize, n: usize) -> usize {
@@ -53,13 +72,7 @@ pub(super) fn pieces(k: usize, wanted: usize) -> usize {
         .unwrap_or(1)
 }
 
-/// The last two axes' strides.
-fn strides(tensor: &CubeTensor) -> (usize, usize) {
-    let strides = tensor.meta.strides();
-    (strides[strides.len() - 2], strides[strides.len() - 1])
-}
-
-/// The batch of products of both matrices' pieces, summed.
+/// The batch of products of both matrices' pieces, summed: `[m, n]`.
 pub(super) fn cut_product(
     lhs: &CubeTensor,
     rhs: &CubeTensor,
@@ -67,7 +80,21 @@ pub(super) fn cut_product(
     pieces: usize,
 ) -> Result<CubeTensor, String> {
     let length = k / pieces;
-    let ((row, along), (across, column)) = (strides(lhs), strides(rhs));
+    let Some((_, row)) = rows(lhs) else {
+        return declined("batches that are no rows of one matrix");
+    };
+    let last = |tensor: &CubeTensor, from_last: usize| {
+        let strides = tensor.meta.strides();
+        strides[strides.len() - from_last]
+    };
+    let (along, across, column) = (last(lhs, 1), last(rhs, 2), last(rhs, 1));
+    if pieces == 1 {
+        let lhs = view(lhs, [m, k], [row, along]);
+        let rhs = view(rhs, [k, n], [across, column]);
+        let out = empty(&lhs, [m, n]);
+        return matmul(lhs, rhs, Some(out), MatmulStrategy::default(), DType::F32)
+            .map_err(|error| format!("{error:?}"));
+    }
     let lhs = view(lhs, [pieces, m, length], [length * along, row, along]);
     let rhs = view(rhs, [pieces, length, n], [length * across, across, column]);
     summed(lhs, rhs, (pieces, m, n))
@@ -86,19 +113,68 @@ pub(super) fn summed(
     Ok(view(&sum, [m, n], [n, 1]))
 }
 
-/// A result of Burn's rank.
-fn ranked(out: CubeTensor, rank: usize) -> CubeTensor {
-    let (m, n) = (out.meta.shape()[0], out.meta.shape()[1]);
-    let mut sizes = vec![1; rank - 2];
-    sizes.extend([m, n]);
-    let mut strides = vec![m * n; rank - 2];
-    strides.extend([n, 1]);
+/// A result `[m, n]` in Burn's shape.
+fn ranked(out: CubeTensor, like: &CubeTensor) -> CubeTensor {
+    let mut sizes = like.meta.shape().to_vec();
+    if let Some(last) = sizes.last_mut() {
+        *last = out.meta.shape()[1];
+    }
+    let mut strides = vec![1; sizes.len()];
+    for at in (0..sizes.len() - 1).rev() {
+        strides[at] = strides[at + 1] * sizes[at + 1];
+    }
     let mut out = out;
-    *out.meta = cubecl::zspace::metadata::Metadata::new(
-        burn::tensor::Shape::from(sizes),
-        cubecl::zspace::Strides::new(&strides),
-    );
+    *out.meta = Metadata::new(Shape::from(sizes), Strides::new(&strides));
     out
+}
+
+/// How a product is computed.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Way {
+    /// Batches as rows of one matrix, where Burn's kernels go from batch to batch.
+    Folded,
+    /// Enough pieces for as many tiles as that many halves of the multiprocessors.
+    Pieces { halves: usize },
+}
+
+impl Way {
+    /// All, and what each is called.
+    pub(super) const ALL: [(&'static str, Self); 4] = [
+        ("folded", Self::Folded),
+        ("pieces_half", Self::Pieces { halves: 1 }),
+        ("pieces_one", Self::Pieces { halves: 2 }),
+        ("pieces_two", Self::Pieces { halves: 4 }),
+    ];
+
+    /// The product of two matrices, in tensors of any rank.
+    pub(super) fn multiply(self, lhs: &CubeTensor, rhs: &CubeTensor) -> Result<CubeTensor, String> {
+        let Some((m, k, n)) = sizes(lhs, rhs) else {
+            return declined("a batch");
+        };
+        let count = |halves: usize| {
+            let wanted = halves * processors(lhs) / 2;
+            pieces(k, wanted.div_ceil(tiles(m, n)))
+        };
+        let own = match self {
+            Self::Folded => match lhs.meta.shape()[lhs.meta.num_dims() - 2] == m {
+                true => return declined("no batch"),
+                false => 1,
+            },
+            Self::Pieces { halves } => match count(halves) {
+                own if own < 2 || (halves > 1 && own == count(halves / 2)) => {
+                    return declined("no other number of pieces");
+                }
+                own => own,
+            },
+        };
+        cut_product(lhs, rhs, (m, k, n), own).map(|out| ranked(out, lhs))
+    }
+}
+
+/// What the choice of a way is remembered by, with `behind` operations on elements after it.
+pub(super) fn key(lhs: &CubeTensor, rhs: &CubeTensor, behind: usize) -> KernelKey {
+    let (m, k, n) = sizes(lhs, rhs).unwrap_or_default();
+    KernelKey::new("product", [m, k, n, behind], &[lhs, rhs])
 }
 
 /// The product of two matrices, in tensors of any rank.
@@ -108,32 +184,17 @@ pub(super) fn product(lhs: CubeTensor, rhs: CubeTensor) -> CubeTensor {
 
     let client = lhs.client.clone();
     let id = CubeTuneId::new(&client, &lhs.device);
-    // Enough pieces for as many tiles as half of the multiprocessors, all of them, and twice their number.
-    let cut = |(lhs, rhs): Inputs, halves: usize| {
-        let Some((m, k, n)) = sizes(&lhs, &rhs) else {
-            return declined("a batch");
-        };
-        let processors = processors(&lhs);
-        let count = |halves: usize| pieces(k, (halves * processors / 2).div_ceil(tiles(m, n)));
-        let own = count(halves);
-        if own < 2 || (halves > 1 && own == count(halves / 2)) {
-            return declined("no other number of pieces");
-        }
-        let rank = lhs.meta.num_dims();
-        cut_product(&lhs, &rhs, (m, k, n), own).map(|out| ranked(out, rank))
-    };
-    let candidates = TUNER.init(&id, move || {
-        let key = |(lhs, rhs): &Inputs| {
-            let (m, k, n) = sizes(lhs, rhs).unwrap_or_default();
-            KernelKey::new("product", [m, k, n], &[lhs, rhs])
-        };
-        TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
-            .with(Tunable::new("burn", |(lhs, rhs): Inputs| {
-                Ok::<_, String>(CubeBackend::float_matmul(lhs, rhs))
+    let candidates = TUNER.init(&id, || {
+        let key = |(lhs, rhs): &Inputs| key(lhs, rhs, 0);
+        let burn = Tunable::new("burn", |(lhs, rhs): Inputs| {
+            Ok::<_, String>(CubeBackend::float_matmul(lhs, rhs))
+        });
+        let all = TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key).with(burn);
+        Way::ALL.into_iter().fold(all, |all, (name, way)| {
+            all.with(Tunable::new(name, move |(lhs, rhs): Inputs| {
+                way.multiply(&lhs, &rhs)
             }))
-            .with(Tunable::new("pieces_half", move |inputs| cut(inputs, 1)))
-            .with(Tunable::new("pieces_one", move |inputs| cut(inputs, 2)))
-            .with(Tunable::new("pieces_two", move |inputs| cut(inputs, 4)))
+        })
     });
     TUNER.execute(&id, &client, candidates, (lhs, rhs))
 }

@@ -1,4 +1,5 @@
-//! Sums along an axis that is not the last, of a tensor with few columns: gradients of biases, of norms' weights.
+//! Sums along an axis that is not the last, or some one behind the other, of a tensor with few columns: gradients of biases, of
+//! norms' weights.
 //!
 //! A kernel that gives each column one thread keeps a few hundred threads busy with a thousand additions each, one waiting for
 //! another. Here the rows of a column are dealt to many units, whose sums are added in a tree.
@@ -15,10 +16,10 @@ use cubecl::prelude::*;
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
 use cubecl::zspace::metadata::Metadata;
 
-/// Fewest rows for which columns are worth sharing.
-const FEWEST_ROWS: usize = 32;
-/// Most columns of which one thread each does not fill a device.
-const MOST_COLUMNS: usize = 1 << 16;
+/// Fewest rows that are a sum.
+const FEWEST_ROWS: usize = 2;
+/// Most columns: where there are more, one thread for each fills a device.
+const MOST_COLUMNS: usize = 1 << 18;
 
 /// Sum `rows` rows of `width` vectors. A cube has `columns` of them, and `lanes` units for each.
 #[cube(launch)]
@@ -62,23 +63,26 @@ fn sum_rows<N: Size>(
     }
 }
 
-/// A tensor's axes before the summed one, the summed one, and those behind it, each as one.
-fn folded(tensor: &CubeTensor, axis: usize) -> (usize, usize, usize) {
+/// Axes of a tensor that are summed, one behind the other.
+pub(super) type Axes = core::ops::Range<usize>;
+
+/// A tensor's axes before the summed ones, the summed ones, and those behind them, each as one.
+fn folded(tensor: &CubeTensor, axes: &Axes) -> (usize, usize, usize) {
     let shape = tensor.meta.shape();
     let product = |sizes: &[usize]| sizes.iter().product::<usize>();
     (
-        product(&shape[..axis]),
-        shape[axis],
-        product(&shape[axis + 1..]),
+        product(&shape[..axes.start]),
+        product(&shape[axes.clone()]),
+        product(&shape[axes.end..]),
     )
 }
 
-/// Whether the sum of `tensor` along `axis` is one for these kernels.
-pub(super) fn takes(tensor: &CubeTensor, axis: usize) -> bool {
-    if axis >= tensor.meta.num_dims() || !tensor.is_contiguous() {
+/// Whether the sum of `tensor` along `axes` is one for these kernels.
+pub(super) fn takes(tensor: &CubeTensor, axes: &Axes) -> bool {
+    if axes.end > tensor.meta.num_dims() || !tensor.is_contiguous() {
         return false;
     }
-    let (outer, rows, inner) = folded(tensor, axis);
+    let (outer, rows, inner) = folded(tensor, axes);
     rows >= FEWEST_ROWS
         && inner >= 2
         && (1..=MOST_COLUMNS).contains(&(outer * inner))
@@ -122,10 +126,10 @@ pub(super) fn launch(
     out
 }
 
-/// Burn's shape of the result: that of the input, with the axis of one element.
-fn shaped(out: CubeTensor, shape: &Shape, axis: usize) -> CubeTensor {
+/// Burn's shape of the result: that of the input, with the summed axes of one element.
+fn shaped(out: CubeTensor, shape: &Shape, axes: &Axes) -> CubeTensor {
     let mut sizes = shape.to_vec();
-    sizes[axis] = 1;
+    sizes[axes.clone()].fill(1);
     let mut strides = vec![1; sizes.len()];
     for at in (0..sizes.len().saturating_sub(1)).rev() {
         strides[at] = strides[at + 1] * sizes[at + 1];
@@ -135,31 +139,31 @@ fn shaped(out: CubeTensor, shape: &Shape, axis: usize) -> CubeTensor {
     out
 }
 
-/// The sum along `axis`, which is kept with one element.
-pub(super) fn sum_dim(input: CubeTensor, axis: usize) -> CubeTensor {
+/// The sum along `axes`, which are kept with one element.
+pub(super) fn sum_dims(input: CubeTensor, axes: Axes) -> CubeTensor {
     static TUNER: LocalTuner<KernelKey, CubeTuneId> = local_tuner!();
-    type Inputs = (CubeTensor, usize);
+    type Inputs = (CubeTensor, Axes);
 
     let client = input.client.clone();
     let id = CubeTuneId::new(&client, &input.device);
-    let by_columns = |(input, axis): Inputs, columns: usize| {
-        let folded = folded(&input, axis);
+    let by_columns = |(input, axes): Inputs, columns: usize| {
+        let folded = folded(&input, &axes);
         match columns > 1 && folded.2 / vector(folded.2) < columns / 2 {
             true => declined("fewer columns than a cube has"),
             false => {
                 let shape = input.meta.shape().clone();
-                Ok(shaped(launch(&input, folded, columns), &shape, axis))
+                Ok(shaped(launch(&input, folded, columns), &shape, &axes))
             }
         }
     };
     let candidates = TUNER.init(&id, move || {
-        let key = |(input, axis): &Inputs| {
-            let (outer, rows, inner) = folded(input, *axis);
-            KernelKey::new("sum", [outer, rows, inner], &[])
+        let key = |(input, axes): &Inputs| {
+            let (outer, rows, inner) = folded(input, axes);
+            KernelKey::new("sum", [outer, rows, inner, axes.len()], &[])
         };
         TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
-            .with(Tunable::new("burn", |(input, axis): Inputs| {
-                Ok::<_, String>(CubeBackend::float_sum_dim(input, axis))
+            .with(Tunable::new("burn", |(input, axes): Inputs| {
+                Ok::<_, String>(axes.fold(input, CubeBackend::float_sum_dim))
             }))
             .with(Tunable::new("sum_rows_1", move |inputs| {
                 by_columns(inputs, 1)
@@ -174,5 +178,5 @@ pub(super) fn sum_dim(input: CubeTensor, axis: usize) -> CubeTensor {
                 by_columns(inputs, 32)
             }))
     });
-    TUNER.execute(&id, &client, candidates, (input, axis))
+    TUNER.execute(&id, &client, candidates, (input, axes))
 }
