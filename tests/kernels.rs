@@ -26,7 +26,7 @@ fn device() -> Device {
 
 /// Integers from -3 to 3, so that every order of additions has the same result.
 fn integers<const D: usize>(shape: [usize; D], seed: usize, device: &Device) -> Tensor<D> {
-    let value = |index: usize| ((index * 31 + seed * 17) * 2_654_435_761 >> 7) % 7;
+    let value = |index: usize| (((index * 31 + seed * 17) * 2_654_435_761) >> 7) % 7;
     let length = shape.iter().product();
     let values: Vec<f32> = (0..length).map(|index| value(index) as f32 - 3.0).collect();
     Tensor::from_data(TensorData::new(values, shape), device)

@@ -14,7 +14,7 @@
 //!
 //! Each is one operation of Burn's fusion, taken only where Burn's fusion would have run it alone. Except for the third,
 //! which is chosen by its size, what Burn runs is among the candidates, and CubeCL's tuning picks the fastest for the shape
-//! on the device. So whether a graph is replayed or a step runs eagerly, the same kernels run.
+//! on the device, by what they take on a device that waits for no launch. So whether a graph is replayed or a step runs eagerly, the same kernels run.
 //!
 //! All are for `f32`, accumulated in `f32`; everything else is Burn's.
 
@@ -23,12 +23,14 @@ mod conv;
 mod followed;
 mod fusion;
 mod matmul;
+mod occupy;
 mod select;
 mod sum;
 #[cfg(all(test, feature = "wgpu"))]
 mod tests;
 
 pub(crate) use fusion::register;
+use occupy::occupy;
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;

@@ -13,13 +13,14 @@
 //! The columns are written to memory, taps times the image. Where that is too much, the operation is Burn's.
 
 use super::columns::{Window, columns};
-use super::{KernelKey, declined, empty, matmul, processors, view};
+use super::{KernelKey, declined, empty, matmul, occupy, processors, view};
 use burn::tensor::DType;
 use burn_backend::ops::{ConvOptions, ModuleOps};
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul as product};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
+use std::sync::Arc;
 
 /// Most elements of the columns: 512 MiB.
 const MOST_ELEMENTS: usize = 1 << 27;
@@ -186,6 +187,9 @@ pub(super) fn forward(
     let candidates = TUNER.init(&id, || {
         let key = |(problem, x, weight, _): &Inputs| problem.key("conv2d", &[x, weight]);
         TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
+            .with_eviction(Arc::new(|_: &KernelKey, inputs: &Inputs| {
+                occupy(&inputs.1.client, &inputs.1.device)
+            }))
             .with(Tunable::new(
                 "burn",
                 |(problem, x, weight, bias): Inputs| {
@@ -254,6 +258,9 @@ pub(super) fn data_gradient(
         let key =
             |(problem, _, weight, grad): &Inputs| problem.key("conv2d_x_backward", &[weight, grad]);
         TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
+            .with_eviction(Arc::new(|_: &KernelKey, inputs: &Inputs| {
+                occupy(&inputs.1.client, &inputs.1.device)
+            }))
             .with(Tunable::new(
                 "burn",
                 |(problem, x, weight, grad): Inputs| {
@@ -342,6 +349,9 @@ pub(super) fn weight_gradient(
         let key =
             |(problem, x, _, grad): &Inputs| problem.key("conv2d_weight_backward", &[x, grad]);
         TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
+            .with_eviction(Arc::new(|_: &KernelKey, inputs: &Inputs| {
+                occupy(&inputs.1.client, &inputs.1.device)
+            }))
             .with(Tunable::new(
                 "burn",
                 |(problem, x, weight, grad): Inputs| {

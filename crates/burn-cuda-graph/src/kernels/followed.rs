@@ -6,14 +6,16 @@
 
 use super::fusion::Tensors;
 use super::matmul::{self, Way};
-use super::{KernelKey, plain};
-use burn_cubecl::CubeTuneId;
+use super::{KernelKey, occupy, plain};
 use burn_cubecl::fusion::{CubeFusionHandle, CubeOptimization, FallbackOperation};
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeDevice, CubeTuneId};
 use burn_fusion::stream::Context;
 use burn_ir::MatmulOpIr;
+use cubecl::client::Client;
 use cubecl::tune::{
-    InputGenerator, LocalTuner, Tunable, TunableSet, TuneInputs, local_tuner,
+    AutotuneError, Eviction, InputGenerator, LocalTuner, Tunable, TunableSet, TuneInputs,
+    local_tuner,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -49,6 +51,8 @@ struct Operation {
     followed: Arc<Followed>,
     op: MatmulOpIr,
     key: KernelKey,
+    client: Client,
+    device: CubeDevice,
     /// The product, as Burn runs it by itself.
     product: Shared,
 }
@@ -125,6 +129,21 @@ impl InputGenerator<KernelKey, AnyInputs> for Copies {
     }
 }
 
+impl Eviction<KernelKey, AnyInputs> for Copies {
+    fn evict<'a>(
+        &self,
+        _key: &KernelKey,
+        inputs: &<AnyInputs as TuneInputs>::At<'a>,
+    ) -> Result<(), AutotuneError> {
+        occupy(&inputs.operation.client, &inputs.operation.device).map_err(|err| {
+            AutotuneError::Unknown {
+                name: "the kernel before a sample".into(),
+                err,
+            }
+        })
+    }
+}
+
 /// Both operands, where a kernel here takes them.
 fn operands(op: &MatmulOpIr, tensors: &mut Tensors<'_>) -> Option<(CubeTensor, CubeTensor)> {
     let (lhs, rhs) = (tensors.peek(&op.lhs)?, tensors.peek(&op.rhs)?);
@@ -148,6 +167,7 @@ pub(super) fn run(
     let client = lhs.client.clone();
     let id = CubeTuneId::new(&client, &lhs.device);
     let key = matmul::key(&lhs, &rhs, followed.behind);
+    let device = lhs.device.clone();
     drop((lhs, rhs));
     let candidates = TUNER.init(&id, || {
         let burn = Tunable::new("burn", |mut inputs: Inputs<'_>| {
@@ -155,7 +175,9 @@ pub(super) fn run(
             Ok::<_, String>(())
         });
         let key = |inputs: &Inputs<'_>| inputs.operation.key.clone();
-        let all = TunableSet::<KernelKey, AnyInputs, ()>::new(key, Copies).with(burn);
+        let all = TunableSet::<KernelKey, AnyInputs, ()>::new(key, Copies)
+            .with_eviction(Arc::new(Copies))
+            .with(burn);
         Way::ALL.into_iter().fold(all, |all, (name, way)| {
             all.with(Tunable::new(name, move |mut inputs: Inputs<'_>| {
                 inputs.product(way)
@@ -166,6 +188,8 @@ pub(super) fn run(
         followed: followed.clone(),
         op: op.clone(),
         key,
+        client: client.clone(),
+        device,
         product: Shared(Arc::from(fallback(0))),
     };
     let inputs = Inputs {

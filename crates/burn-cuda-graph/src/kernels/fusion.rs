@@ -20,7 +20,6 @@ use burn_fusion::stream::Context;
 use burn_fusion::{FuserProperties, FuserStatus, NumOperations, OperationFuser};
 use burn_ir::{
     BaseOperationIr, FloatOperationIr, ModuleOperationIr, NumericOperationIr, OperationIr, TensorIr,
-    TensorStatus,
 };
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Mutex};
@@ -31,8 +30,8 @@ const SCORE: u64 = 1;
 /// An operation that is taken, by the plan's own numbering.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Taken {
-    /// And the sum of that along an axis beside it, where one follows.
-    Sum(burn_ir::ReduceDimOpIr, Option<burn_ir::ReduceDimOpIr>),
+    Sum(burn_ir::ReduceDimOpIr),
+    Sums(burn_ir::ReduceDimsOpIr),
     Matmul(burn_ir::MatmulOpIr),
     Select(burn_ir::SelectAssignOpIr),
     Conv(burn_ir::Conv2dOpIr),
@@ -44,7 +43,12 @@ impl Taken {
     fn from(operation: &OperationIr) -> Option<Self> {
         match operation {
             OperationIr::NumericFloat(_, NumericOperationIr::SumDim(op)) => {
-                Some(Self::Sum(op.clone(), None))
+                Some(Self::Sum(op.clone()))
+            }
+            OperationIr::NumericFloat(_, NumericOperationIr::SumDims(op))
+                if op.axes.is_sorted_by(|axis, next| axis + 1 == *next) =>
+            {
+                Some(Self::Sums(op.clone()))
             }
             OperationIr::Float(_, FloatOperationIr::Matmul(op)) => Some(Self::Matmul(op.clone())),
             OperationIr::BaseFloat(BaseOperationIr::SelectAssign(op))
@@ -66,31 +70,6 @@ impl Taken {
                 Some(Self::ConvWeight(op.clone()))
             }
             _ => None,
-        }
-    }
-
-    /// Whether `operation` is computed together with this one.
-    fn with(&mut self, operation: &OperationIr) -> bool {
-        let OperationIr::NumericFloat(_, NumericOperationIr::SumDim(next)) = operation else {
-            return false;
-        };
-        match self {
-            Self::Sum(op, then @ None)
-                if next.input.id == op.out.id
-                    && next.input.status == TensorStatus::ReadWrite
-                    && next.axis.abs_diff(op.axis) == 1 =>
-            {
-                *then = Some(next.clone());
-                true
-            }
-            _ => false,
-        }
-    }
-
-    fn num_operations(&self) -> usize {
-        match self {
-            Self::Sum(_, Some(_)) => 2,
-            _ => 1,
         }
     }
 }
@@ -149,9 +128,6 @@ impl KernelFuser {
                 self.closed = false;
             }
         }
-        if matches!(taken, Taken::Sum(..)) {
-            self.closed = false;
-        }
         self.taken = Some(taken);
     }
 
@@ -159,9 +135,6 @@ impl KernelFuser {
     fn follow(&mut self, operation: &OperationIr) {
         let Some((product, elements)) = &mut self.followed else {
             self.closed = true;
-            if let Some(taken) = &mut self.taken {
-                taken.with(operation);
-            }
             return;
         };
         product.fuse(operation);
@@ -235,8 +208,7 @@ impl OperationFuser<CubeOptimization> for KernelFuser {
         }
     }
     fn len(&self) -> usize {
-        let taken = self.taken.as_ref().map_or(0, Taken::num_operations);
-        self.leading + taken + self.behind()
+        self.leading + usize::from(self.taken.is_some()) + self.behind()
     }
     fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
         Box::new(self.clone())
@@ -291,19 +263,32 @@ impl Tensors<'_> {
     }
 }
 
+/// The sum along axes, where the kernel takes it.
+fn sum_axes(
+    tensors: &mut Tensors<'_>,
+    input: &TensorIr,
+    out: &TensorIr,
+    axes: sum::Axes,
+) -> Option<()> {
+    let tensor = tensors.peek(input)?;
+    (plain(&tensor) && sum::takes(&tensor, &axes)).then_some(())?;
+    drop(tensor);
+    let tensor = tensors.take(input)?;
+    tensors.give(out, sum::sum_dims(tensor, axes));
+    Some(())
+}
+
 impl KernelOperation {
     /// Run it, if a kernel here takes its tensors. Nothing was touched where the answer is `None`.
     fn compute(&self, tensors: &mut Tensors<'_>) -> Option<()> {
         let float = |tensor: CubeTensor| plain(&tensor).then_some(tensor);
         match self.taken.as_ref()? {
-            Taken::Sum(op, then) => {
-                let first = then.as_ref().map_or(op.axis, |then| op.axis.min(then.axis));
-                let axes = first..first + self.taken.as_ref()?.num_operations();
-                let takes = sum::takes(&float(tensors.peek(&op.input)?)?, &axes);
-                takes.then_some(())?;
-                let input = tensors.take(&op.input)?;
-                let out = then.as_ref().map_or(&op.out, |then| &then.out);
-                tensors.give(out, sum::sum_dims(input, axes));
+            Taken::Sum(op) => {
+                sum_axes(tensors, &op.input, &op.out, op.axis..op.axis + 1)?;
+            }
+            Taken::Sums(op) => {
+                let (first, last) = (*op.axes.first()?, *op.axes.last()?);
+                sum_axes(tensors, &op.input, &op.out, first..last + 1)?;
             }
             Taken::Matmul(op) => {
                 let lhs = float(tensors.peek(&op.lhs)?)?;
@@ -369,9 +354,8 @@ impl FusedOperation for KernelOperation {
     type State = State;
 
     fn num_ops_fused(&self) -> usize {
-        let taken = self.taken.as_ref().map_or(0, Taken::num_operations);
         let behind = self.followed.as_ref().map_or(0, |followed| followed.behind);
-        self.leading + taken + behind
+        self.leading + usize::from(self.taken.is_some()) + behind
     }
 
     fn max_relative_shape_id(&self) -> Option<usize> {
@@ -395,9 +379,7 @@ impl FusedOperation for KernelOperation {
             fallback(index).run(context);
         }
         if self.compute(&mut Tensors { context }).is_none() {
-            for index in self.leading..self.num_ops_fused() {
-                fallback(index).run(context);
-            }
+            fallback(self.leading).run(context);
         }
     }
 

@@ -4,15 +4,16 @@
 //! multiprocessors, most of the device idles. Cut into pieces, the contraction is a batch of products, whose results are
 //! summed (known as split-K). Batches that meet the same matrix are rows of one product.
 
-use super::{KernelKey, declined, empty, processors, sum, view};
+use super::{KernelKey, declined, empty, occupy, processors, sum, view};
 use burn::tensor::{DType, Shape};
 use burn_backend::ops::FloatTensorOps;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
+use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
 use cubecl::zspace::Strides;
 use cubecl::zspace::metadata::Metadata;
-use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
+use std::sync::Arc;
 
 /// The side of a tile of the result that one cube computes, as an estimate.
 const TILE: usize = 64;
@@ -189,7 +190,11 @@ pub(super) fn product(lhs: CubeTensor, rhs: CubeTensor) -> CubeTensor {
         let burn = Tunable::new("burn", |(lhs, rhs): Inputs| {
             Ok::<_, String>(CubeBackend::float_matmul(lhs, rhs))
         });
-        let all = TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key).with(burn);
+        let all = TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
+            .with_eviction(Arc::new(|_: &KernelKey, (lhs, _): &Inputs| {
+                occupy(&lhs.client, &lhs.device)
+            }))
+            .with(burn);
         Way::ALL.into_iter().fold(all, |all, (name, way)| {
             all.with(Tunable::new(name, move |(lhs, rhs): Inputs| {
                 way.multiply(&lhs, &rhs)

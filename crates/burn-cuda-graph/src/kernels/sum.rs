@@ -4,10 +4,10 @@
 //! A kernel that gives each column one thread keeps a few hundred threads busy with a thousand additions each, one waiting for
 //! another. Here the rows of a column are dealt to many units, whose sums are added in a tree.
 
-// The macro's expansion names its arguments without need.
-#![allow(clippy::too_many_arguments, missing_docs)]
+// The macro's expansion names its arguments without need. Conditions within a unit stand apart.
+#![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
 
-use super::{KernelKey, declined, empty, view};
+use super::{KernelKey, declined, empty, occupy, view};
 use burn::tensor::Shape;
 use burn_backend::ops::FloatTensorOps;
 use burn_cubecl::tensor::CubeTensor;
@@ -15,6 +15,7 @@ use burn_cubecl::{CubeBackend, CubeTuneId};
 use cubecl::prelude::*;
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
 use cubecl::zspace::metadata::Metadata;
+use std::sync::Arc;
 
 /// Fewest rows that are a sum.
 const FEWEST_ROWS: usize = 2;
@@ -162,8 +163,15 @@ pub(super) fn sum_dims(input: CubeTensor, axes: Axes) -> CubeTensor {
             KernelKey::new("sum", [outer, rows, inner, axes.len()], &[])
         };
         TunableSet::<KernelKey, Inputs, CubeTensor>::new_cloning_inputs(key)
+            .with_eviction(Arc::new(|_: &KernelKey, (input, _): &Inputs| {
+                occupy(&input.client, &input.device)
+            }))
             .with(Tunable::new("burn", |(input, axes): Inputs| {
-                Ok::<_, String>(axes.fold(input, CubeBackend::float_sum_dim))
+                let axes: Vec<usize> = axes.collect();
+                Ok::<_, String>(match axes.as_slice() {
+                    [axis] => CubeBackend::float_sum_dim(input, *axis),
+                    axes => CubeBackend::float_sum_dims(input, axes),
+                })
             }))
             .with(Tunable::new("sum_rows_1", move |inputs| {
                 by_columns(inputs, 1)

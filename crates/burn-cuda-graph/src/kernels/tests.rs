@@ -120,7 +120,10 @@ fn sums_that_are_not_taken() {
     assert!(!sum::takes(&of(&[16, 64]), &(1..2)));
     assert!(!sum::takes(&of(&[1, 16]), &(0..1)));
     assert!(!sum::takes(&of(&[2, 1 << 19]), &(0..1)));
-    assert!(!sum::takes(&view(&of(&[64, 16]), [64, 16], [1, 64]), &(0..1)));
+    assert!(!sum::takes(
+        &view(&of(&[64, 16]), [64, 16], [1, 64]),
+        &(0..1)
+    ));
     assert!(!sum::takes(&of(&[64, 16]), &(2..3)));
 }
 
