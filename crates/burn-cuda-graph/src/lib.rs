@@ -50,6 +50,7 @@ mod tensor;
 mod tree;
 mod trial;
 mod update_rule;
+mod upload;
 mod worth;
 
 #[cfg(feature = "cubecl-backend")]
@@ -104,3 +105,4 @@ pub use train::{
     GraphStrategy, ReplayRateMetric, SpeedUpMetric, StepTimeMetric, TrainStepFn, graph_strategy,
 };
 pub use tree::TensorTree;
+pub use upload::{HostBatch, HostTensor, Prefetch, UploadError, Uploaded, Uploader};
