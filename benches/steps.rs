@@ -48,6 +48,7 @@ use burn_cuda_graph_suite::models::{
     Gpt, GptConfig, LstmClassifier, LstmClassifierConfig, Mlp, MlpConfig, ResNet18, ResNet18Config,
 };
 use clap::Parser;
+use cubecl_runtime::config::RuntimeConfig;
 use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -83,6 +84,9 @@ struct Args {
     /// Register this crate's kernels first (`register_kernels`): for the plain steps as well.
     #[arg(long)]
     own_kernels: bool,
+    /// Independent blocks of operations that Burn's fusion looks at together (`fusion.beam_search.max_blocks` of `burn.toml`).
+    #[arg(long)]
+    fusion_blocks: Option<usize>,
     /// Write what the GPU did in the traced graphed steps, in order, to a CSV of each case in this folder.
     #[arg(long)]
     trace: Option<PathBuf>,
@@ -628,6 +632,7 @@ fn measure<M: Case>(
         gpu_idle_share: idle(&graphed_trace),
         fused_updates: args.fused,
         own_kernels: args.own_kernels,
+        fusion_blocks: burn::runtime_config().fusion().beam_search.max_blocks,
         kernels,
         replayed: report.replayed,
         equality_steps,
@@ -809,6 +814,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some(path) => bench::peers_of(&std::fs::read_to_string(path)?)?,
         None => Vec::new(),
     };
+    if let Some(blocks) = args.fusion_blocks {
+        // Its fields are private, but it can be read from a file.
+        let config = serde_json::json!({ "fusion": { "beam_search": { "max_blocks": blocks } } });
+        if !burn::BurnConfig::try_set(serde_json::from_value(config)?) {
+            return Err("Burn's configuration was read before it could be set".into());
+        }
+    }
     // Only where a case draws: a program that draws nothing has no reason to, and each of its operations would be offered to
     // one more observer.
     if args.own_kernels {

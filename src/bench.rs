@@ -244,6 +244,9 @@ pub struct Row {
     /// Whether this crate's kernels were registered, for all steps of the row.
     #[serde(default)]
     pub own_kernels: bool,
+    /// Blocks of operations that Burn's fusion looked at together; 5 unless configured.
+    #[serde(default)]
+    pub fusion_blocks: usize,
     pub kernels: Vec<KernelShare>,
     pub replayed: u64,
     pub equality_steps: usize,
