@@ -49,6 +49,7 @@ fn operations_run_on_them() {
     let bias = integers([1, 40], 6, &device);
     let mut found = (Vec::new(), Vec::new(), Vec::new());
     let mut more = (Vec::new(), Vec::new());
+    let mut last = Vec::new();
     let kernels = kernels_during(|| {
         found.0 = values(x.clone().sum_dim(0));
         found.1 = values(x.clone().transpose().matmul(x.clone().matmul(w.clone())));
@@ -61,6 +62,9 @@ fn operations_run_on_them() {
         // Batches that meet one matrix, and the sum over both of their axes.
         let batches = x.clone().reshape([4, 50, 24]).sum_dim(0).sum_dim(1);
         more.1 = values(batches);
+        // The last axis, and one of one element.
+        let lines = x.clone().reshape([100, 48]).sum_dim(1).sum_dim(1);
+        last = values(lines);
         let data = TensorData::new(rows.clone(), [rows.len()]);
         let at = Tensor::<1, Int>::from_data(data, &device);
         let table = Tensor::<2>::zeros([9, 24], &device);
@@ -96,6 +100,8 @@ fn operations_run_on_them() {
     }
     assert_eq!(found.1, product);
     assert_eq!(more.1, sums);
+    let lines: Vec<f32> = xs.chunks(48).map(|line| line.iter().sum()).collect();
+    assert_eq!(last, lines);
     let bias = values(bias);
     for (place, value) in product.iter_mut().enumerate() {
         *value = ((*value + bias[place % 40]) * 2.0).max(0.0);

@@ -1,8 +1,8 @@
-//! Sums along an axis that is not the last, or some one behind the other, of a tensor with few columns: gradients of biases, of
-//! norms' weights.
+//! Sums along an axis, or some one behind the other: gradients of biases, of norms' weights and of their inputs.
 //!
 //! A kernel that gives each column one thread keeps a few hundred threads busy with a thousand additions each, one waiting for
-//! another. Here the rows of a column are dealt to many units, whose sums are added in a tree.
+//! another. Here the rows of a column are dealt to many units, whose sums are added in a tree. So are the elements of a line,
+//! where the last axis is summed. The sum of an axis of one is the tensor itself.
 
 // The macro's expansion names its arguments without need. Conditions within a unit stand apart.
 #![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
@@ -21,6 +21,11 @@ use std::sync::Arc;
 const FEWEST_ROWS: usize = 2;
 /// Most columns: where there are more, one thread for each fills a device.
 const MOST_COLUMNS: usize = 1 << 18;
+
+/// Lines of a length that a few units sum, no more than a grid has cubes.
+const SHORTEST_LINE: usize = 32;
+const LONGEST_LINE: usize = 1 << 14;
+const MOST_LINES: usize = 1 << 16;
 
 /// Sum `rows` rows of `width` vectors. A cube has `columns` of them, and `lanes` units for each.
 #[cube(launch)]
@@ -64,6 +69,55 @@ fn sum_rows<N: Size>(
     }
 }
 
+/// Units of a cube that sums lines.
+const UNITS: usize = 256;
+
+/// Sum each of `count` lines of `width` vectors. A cube has `lines` of them, and `lanes` units for each.
+#[cube(launch)]
+fn sum_lines<N: Size>(
+    input: &[Vector<f32, N>],
+    out: &mut [f32],
+    count: u32,
+    width: u32,
+    #[comptime] lines: u32,
+    #[comptime] lanes: u32,
+) {
+    let line = CUBE_POS_X * lines + UNIT_POS_Y;
+    let lane = UNIT_POS_X;
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    if line < count {
+        let mut at = lane;
+        while at < width {
+            sum += input[usize::cast_from(line * width + at)];
+            at += lanes;
+        }
+    }
+    let mut total = sum.extract(0usize);
+    #[unroll]
+    for element in 1..N::value() {
+        total += sum.extract(element);
+    }
+    let mut shared = Shared::<[f32]>::new_slice(comptime!((lines * lanes) as usize));
+    let own = usize::cast_from(UNIT_POS_Y * lanes + lane);
+    shared[own] = total;
+    sync_cube();
+    let mut half = comptime!(lanes / 2).runtime();
+    while half > 0 {
+        if lane < half {
+            let other = usize::cast_from(UNIT_POS_Y * lanes + lane + half);
+            let sum = shared[own] + shared[other];
+            shared[own] = sum;
+        }
+        half /= 2;
+        sync_cube();
+    }
+    if lane == 0 {
+        if line < count {
+            out[usize::cast_from(line)] = shared[own];
+        }
+    }
+}
+
 /// Axes of a tensor that are summed, one behind the other.
 pub(super) type Axes = core::ops::Range<usize>;
 
@@ -78,18 +132,29 @@ fn folded(tensor: &CubeTensor, axes: &Axes) -> (usize, usize, usize) {
     )
 }
 
+/// Whether the sum of `tensor` along `axes` is the tensor.
+pub(super) fn is_same(tensor: &CubeTensor, axes: &Axes) -> bool {
+    let shape = tensor.meta.shape();
+    axes.end <= shape.num_dims() && shape[axes.clone()].iter().all(|size| *size == 1)
+}
+
 /// Whether the sum of `tensor` along `axes` is one for these kernels.
 pub(super) fn takes(tensor: &CubeTensor, axes: &Axes) -> bool {
     if axes.end > tensor.meta.num_dims() || !tensor.is_contiguous() {
         return false;
     }
     let (outer, rows, inner) = folded(tensor, axes);
+    let elements = tensor.meta.num_elements();
+    if inner == 1 {
+        return (1..MOST_LINES).contains(&outer)
+            && (SHORTEST_LINE..=LONGEST_LINE).contains(&rows)
+            && elements < 1 << 32;
+    }
     rows >= FEWEST_ROWS
-        && inner >= 2
         && (1..=MOST_COLUMNS).contains(&(outer * inner))
         // The grid's second axis.
         && outer < 1 << 16
-        && tensor.meta.num_elements() < 1 << 32
+        && elements < 1 << 32
 }
 
 /// Vectors, not elements, that a unit sums at once.
@@ -127,6 +192,30 @@ pub(super) fn launch(
     out
 }
 
+/// Sum `[count, length]`, which has no holes, to `[count]`, with `lanes` units for each line.
+pub(super) fn launch_lines(
+    input: &CubeTensor,
+    (count, length): (usize, usize),
+    lanes: usize,
+) -> CubeTensor {
+    let vector = vector(length);
+    let lines = (UNITS / lanes).max(1);
+    let out = empty(input, [count]);
+    sum_lines::launch(
+        &input.client,
+        CubeCount::Static(count.div_ceil(lines) as u32, 1, 1),
+        CubeDim::new_2d(lanes as u32, lines as u32),
+        vector,
+        view(input, [count * length], [1]).into_buffer_arg(),
+        out.clone().into_buffer_arg(),
+        count as u32,
+        (length / vector) as u32,
+        lines as u32,
+        lanes as u32,
+    );
+    out
+}
+
 /// Burn's shape of the result: that of the input, with the summed axes of one element.
 fn shaped(out: CubeTensor, shape: &Shape, axes: &Axes) -> CubeTensor {
     let mut sizes = shape.to_vec();
@@ -147,8 +236,25 @@ pub(super) fn sum_dims(input: CubeTensor, axes: Axes) -> CubeTensor {
 
     let client = input.client.clone();
     let id = CubeTuneId::new(&client, &input.device);
+    let by_lines = |(input, axes): Inputs, lanes: usize| {
+        let (outer, rows, inner) = folded(&input, &axes);
+        match inner {
+            1 => {
+                let shape = input.meta.shape().clone();
+                Ok(shaped(
+                    launch_lines(&input, (outer, rows), lanes),
+                    &shape,
+                    &axes,
+                ))
+            }
+            _ => declined("not the last axis"),
+        }
+    };
     let by_columns = |(input, axes): Inputs, columns: usize| {
         let folded = folded(&input, &axes);
+        if folded.2 == 1 {
+            return declined("the last axis");
+        }
         match columns > 1 && folded.2 / vector(folded.2) < columns / 2 {
             true => declined("fewer columns than a cube has"),
             false => {
@@ -172,6 +278,15 @@ pub(super) fn sum_dims(input: CubeTensor, axes: Axes) -> CubeTensor {
                     [axis] => CubeBackend::float_sum_dim(input, *axis),
                     axes => CubeBackend::float_sum_dims(input, axes),
                 })
+            }))
+            .with(Tunable::new("sum_lines_8", move |inputs| {
+                by_lines(inputs, 8)
+            }))
+            .with(Tunable::new("sum_lines_32", move |inputs| {
+                by_lines(inputs, 32)
+            }))
+            .with(Tunable::new("sum_lines_128", move |inputs| {
+                by_lines(inputs, 128)
             }))
             .with(Tunable::new("sum_rows_1", move |inputs| {
                 by_columns(inputs, 1)

@@ -90,7 +90,20 @@ fn rows_are_summed() {
     }
 }
 
-/// The choice, whatever it is, with Burn's shape: of one axis and of two.
+#[test]
+fn lines_are_summed() {
+    for (count, length) in [(1, 32), (7, 33), (1000, 256), (3, 5000), (64, 130)] {
+        let given = values(count * length, length as u64);
+        let expected: Vec<f32> = given.chunks(length).map(|line| line.iter().sum()).collect();
+        let input = tensor(&given, &[count, length]);
+        for lanes in [8, 32, 128] {
+            let found = read(&sum::launch_lines(&input, (count, length), lanes));
+            assert_eq!(found, expected, "{count} {length}, {lanes} lanes");
+        }
+    }
+}
+
+/// The choice, whatever it is, with Burn's shape: of one axis, of two, of the last.
 #[test]
 fn sums_as_chosen() {
     let given = values(3 * 40 * 6 * 8, 2);
@@ -108,17 +121,23 @@ fn sums_as_chosen() {
     let two = sum::sum_dims(input, 1..3);
     assert_eq!(two.meta.shape().to_vec(), [3, 1, 1, 8]);
     assert_eq!(read(&two), sum(240, 8));
+    let last = sum::sum_dims(tensor(&given, &[3, 40, 48]), 2..3);
+    assert_eq!(last.meta.shape().to_vec(), [3, 40, 1]);
+    assert_eq!(read(&last), sum(48, 1));
 }
 
-/// What is left to Burn: a last axis, one row, many columns, strides.
+/// What is left to Burn: short lines, one row, many columns, strides.
 #[test]
 fn sums_that_are_not_taken() {
     let of = |shape: &[usize]| tensor(&values(shape.iter().product(), 1), shape);
     assert!(sum::takes(&of(&[64, 16]), &(0..1)));
     assert!(sum::takes(&of(&[2, 64, 16]), &(1..2)));
     assert!(sum::takes(&of(&[2, 64, 16]), &(0..2)));
-    assert!(!sum::takes(&of(&[16, 64]), &(1..2)));
+    assert!(!sum::takes(&of(&[64, 16]), &(1..2)));
+    assert!(sum::takes(&of(&[16, 64]), &(1..2)));
     assert!(!sum::takes(&of(&[1, 16]), &(0..1)));
+    assert!(sum::is_same(&of(&[1, 16]), &(0..1)));
+    assert!(!sum::is_same(&of(&[2, 16]), &(0..1)));
     assert!(!sum::takes(&of(&[2, 1 << 19]), &(0..1)));
     assert!(!sum::takes(
         &view(&of(&[64, 16]), [64, 16], [1, 64]),
