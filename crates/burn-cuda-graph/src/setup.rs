@@ -35,14 +35,21 @@ impl SetupError {
 
 /// Have the operations that leave a GPU idle computed by kernels with more threads, for the whole process.
 ///
-/// Sums over the rows of tensors with few columns, products with a small result and a long contraction, gradients of
-/// embeddings, and 2D convolutions with their gradients, in `f32`. Where Burn's fusion would run such an operation alone, it
-/// becomes one of ours; CubeCL's tuning picks among our kernels and Burn's for each shape, once, and keeps the choice with its
-/// others. It concerns eager steps as well as graphed ones, so that both run the same kernels: a replay leaves what the
-/// process's eager step leaves.
+/// | operation, in `f32` | what is done |
+/// | --- | --- |
+/// | `sum_dim`, `sum_dims` along neighbouring axes | a column's rows, or a line's elements, are dealt to many threads |
+/// | `matmul` with a result of few tiles, with what Burn fuses behind it | the contraction is cut and summed (split-K) |
+/// | `select_assign` with addition along the first axis: an embedding's gradient | each index is summed by itself, in order |
+/// | `conv2d` and its two gradients, one group | one product over the image laid out as columns (im2col) |
 ///
-/// **Results differ from those of a process without it in their last bits**: sums are taken in another order. On a GPU that
-/// is seldom worse than Burn's own order, often better, since chains of additions are shorter.
+/// CubeCL's tuning picks among our kernels and Burn's for each shape, once, and keeps the choice with its others; the third is
+/// chosen by its size. It concerns eager steps as well as graphed ones, so that both run the same kernels: a replay leaves
+/// what the process's eager step leaves.
+///
+/// **Results differ from those of a process without it in their last bits**: sums are taken in another order (not for the
+/// third). Chains of additions are shorter, so they are seldom farther from the true sum.
+///
+/// **Memory**: the columns of a convolution, up to 512 MiB; above that it is Burn's.
 ///
 /// Call it at the start of the program. Later calls change nothing. Without a graph backend (features `cuda`, `wgpu`) there
 /// is nothing to register.
