@@ -64,7 +64,14 @@ fn operations_run_on_them() {
         more.1 = values(batches);
         // The last axis, and one of one element.
         let lines = x.clone().reshape([100, 48]).sum_dim(1).sum_dim(1);
-        last = values(lines);
+        // Two tensors, of which one is changed.
+        let kept = lines.clone().sum_dim(1);
+        device.sync().expect("syncs");
+        let changed = lines.add_scalar(1.0);
+        device.sync().expect("syncs");
+        last = values(kept);
+        let changed: Vec<f32> = values(changed).iter().map(|value| value - 1.0).collect();
+        assert_eq!(changed, last);
         let data = TensorData::new(rows.clone(), [rows.len()]);
         let at = Tensor::<1, Int>::from_data(data, &device);
         let table = Tensor::<2>::zeros([9, 24], &device);

@@ -276,7 +276,14 @@ fn sum_axes(
     drop(tensor);
     let tensor = tensors.take(input)?;
     if same {
-        tensors.give(out, tensor);
+        // Only where nobody else holds the buffer: who overwrites it in place knows no other name of it.
+        tensors.give(
+            out,
+            match tensor.can_mut() {
+                true => tensor,
+                false => tensor.copy(),
+            },
+        );
         return Some(());
     }
     tensors.give(out, sum::sum_dims(tensor, axes));
