@@ -16,8 +16,6 @@ mod neighbour_bodies;
 mod random_bodies;
 #[path = "common/train_bodies.rs"]
 mod train_bodies;
-#[path = "common/upload_bodies.rs"]
-mod upload_bodies;
 
 use burn::tensor::Device;
 use common::{BnNet, Mlp, bodies, frozen_bodies, state_bodies};
@@ -43,4 +41,3 @@ include!("common/train_list.rs");
 include!("common/bucket_list.rs");
 include!("common/memory_list.rs");
 include!("common/neighbour_list.rs");
-include!("common/upload_list.rs");

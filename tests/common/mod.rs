@@ -126,12 +126,6 @@ pub type Batch = (Tensor<2>, Tensor<1, Int>);
 
 /// The `index`-th batch of `size` samples, the same on every call.
 pub fn batch(device: &Device, index: usize, size: usize) -> Batch {
-    let (x, y) = host_batch(index, size);
-    (Tensor::from_data(x, device), Tensor::from_data(y, device))
-}
-
-/// The same on the host.
-pub fn host_batch(index: usize, size: usize) -> (TensorData, TensorData) {
     let mut state = (index as u64 + 1) * 0x9E37_79B9_7F4A_7C15 + size as u64;
     let mut next = || {
         state = state
@@ -143,7 +137,10 @@ pub fn host_batch(index: usize, size: usize) -> (TensorData, TensorData) {
     let y: Vec<i32> = (0..size)
         .map(|sample| ((x[sample * 32] + 0.5) * 7.99) as i32)
         .collect();
-    (TensorData::new(x, [size, 32]), TensorData::new(y, [size]))
+    (
+        Tensor::from_data(TensorData::new(x, [size, 32]), device),
+        Tensor::from_data(TensorData::new(y, [size]), device),
+    )
 }
 
 /// The bits of every float tensor of a model, settled.

@@ -50,7 +50,6 @@ mod tensor;
 mod tree;
 mod trial;
 mod update_rule;
-mod upload;
 mod worth;
 
 #[cfg(feature = "cubecl-backend")]
@@ -105,4 +104,3 @@ pub use train::{
     GraphStrategy, ReplayRateMetric, SpeedUpMetric, StepTimeMetric, TrainStepFn, graph_strategy,
 };
 pub use tree::TensorTree;
-pub use upload::{HostBatch, HostTensor, Prefetch, UploadError, Uploaded, Uploader};

@@ -75,18 +75,6 @@ impl FusionObserver for Listener {
     fn block_ran(&self) {}
 }
 
-/// How many of the device's streams there are.
-pub(crate) fn streams() -> u64 {
-    let heard = HEARD.lock().unwrap_or_else(PoisonError::into_inner);
-    heard.streams
-}
-
-/// `stream` works, and the fusion server does not hear of it.
-pub(crate) fn hear(stream: StreamId) {
-    let mut heard = HEARD.lock().unwrap_or_else(PoisonError::into_inner);
-    heard.note(stream, Instant::now());
-}
-
 /// Listen from now on, for the life of the process.
 pub(crate) fn listen() {
     static LISTENING: OnceLock<FusionObservation> = OnceLock::new();

@@ -18,10 +18,8 @@ use burn::backend::{
 use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fusion::client::GlobalFusionClient;
 use burn_fusion::stream::StreamId;
-use burn_fusion::{FusionBackend, FusionTensor, NoOp};
-use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
+use burn_fusion::{FusionBackend, FusionTensor};
 use cubecl::client::Client;
 use cubecl_runtime::memory_management::{MemoryPoolKind, MemoryReport, MemoryScope};
 use std::collections::HashMap;
@@ -176,19 +174,6 @@ pub(crate) fn from_fusion(tensor: FusionTensor<Runtime>, kind: TensorKind) -> An
             )),
         ),
     }
-}
-
-/// The tensor of a buffer, at home on the calling thread's stream, as `Tensor::from_data` registers one. Whatever stream the
-/// buffer was filled on: CubeCL has what uses it wait for that one.
-pub(crate) fn register(buffer: CubeTensor, kind: TensorKind) -> AnyTensor {
-    let client = GlobalFusionClient::<Runtime>::load(&buffer.device);
-    let (shape, dtype) = (buffer.meta.shape().clone(), buffer.dtype);
-    let init = InitOperationIr::create(shape, dtype, || {
-        client.register_tensor_handle(buffer.into())
-    });
-    let nothing = NoOp::<CubeBackend>::new();
-    let tensor = client.register(StreamId::current(), OperationIr::Init(init), nothing);
-    from_fusion(tensor.output(), kind)
 }
 
 /// The fusion server's id of the tensor.
@@ -402,7 +387,7 @@ impl PageNeeds {
 }
 
 /// The causes among CubeCL's words, once each: they come with a paragraph for each buffer.
-pub(crate) fn causes(words: &str) -> String {
+fn causes(words: &str) -> String {
     const FRAME: [&str; 6] = [
         "Several failures",
         "Caused by",
@@ -615,14 +600,14 @@ impl Pool {
     /// Launch everything registered so far on the current stream.
     pub fn drain(&self) {
         if let Some(device) = cube_device(&self.device) {
-            GlobalFusionClient::<Runtime>::load(&device).sync(|| ());
+            burn_fusion::client::GlobalFusionClient::<Runtime>::load(&device).sync(|| ());
         }
     }
 
     /// Have the fusion server take in everything sent so far, without launching what it holds back.
     pub fn settle_queue(&self) {
         if let Some(device) = cube_device(&self.device) {
-            drop(GlobalFusionClient::<Runtime>::load(&device).run(|| ()));
+            drop(burn_fusion::client::GlobalFusionClient::<Runtime>::load(&device).run(|| ()));
         }
     }
 }

@@ -19,27 +19,6 @@ pub enum TensorKind {
     Bool,
 }
 
-impl TensorKind {
-    /// Whether tensors of this kind may be of `dtype`.
-    pub(crate) fn has(self, dtype: DType) -> bool {
-        match self {
-            TensorKind::Float => dtype.is_float(),
-            TensorKind::Int => dtype.is_int() || dtype.is_uint(),
-            TensorKind::Bool => dtype.is_bool(),
-        }
-    }
-}
-
-impl core::fmt::Display for TensorKind {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str(match self {
-            TensorKind::Float => "float",
-            TensorKind::Int => "int",
-            TensorKind::Bool => "bool",
-        })
-    }
-}
-
 /// Shape, dtype and kind of a tensor: what the shape key holds of it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorSpec {
@@ -254,28 +233,6 @@ impl AnyTensor {
                     None => inner,
                 }
             }
-        }
-    }
-
-    /// A tensor that is off autodiff, with the autodiff association that tensors made on `device` have.
-    #[cfg(feature = "cubecl-backend")]
-    pub(crate) fn lifted_onto(self, device: &Device) -> Self {
-        let Some(strategy) = device.gradient_checkpointing_strategy() else {
-            return self;
-        };
-        match self.kind {
-            TensorKind::Float => Self::from_float(
-                Tensor::<1>::from_inner(self.into_float())
-                    .with_gradient_checkpointing_strategy(strategy),
-            ),
-            TensorKind::Int => Self::from_int(
-                Tensor::<1, Int>::from_inner(self.into_int())
-                    .with_gradient_checkpointing_strategy(strategy),
-            ),
-            TensorKind::Bool => Self::from_bool(
-                Tensor::<1, Bool>::from_inner(self.into_bool())
-                    .with_gradient_checkpointing_strategy(strategy),
-            ),
         }
     }
 
