@@ -821,11 +821,11 @@ fn main() -> Result<(), Box<dyn Error>> {
             return Err("Burn's configuration was read before it could be set".into());
         }
     }
-    // Only where a case draws: a program that draws nothing has no reason to, and each of its operations would be offered to
-    // one more observer.
     if args.own_kernels {
         burn_cuda_graph::register_kernels()?;
     }
+    // Only where a case draws: a program that draws nothing has no reason to, and each of its operations would be offered to
+    // one more observer.
     let random_registered = args.cases.iter().any(|case| case.net.draws_random());
     if random_registered {
         burn_cuda_graph::register_random()?;

@@ -12,9 +12,10 @@
 //! | `select_assign` with addition along the first axis: an embedding's gradient | each row that is written is summed by threads of its own, in the order of the indices | the same |
 //! | 2D convolution, its two gradients | one kernel lays the image out as columns, Burn's matrix products do the rest; no layout is changed before or after | other order |
 //!
-//! Each is one operation of Burn's fusion, taken only where Burn's fusion would have run it alone. Except for the third,
-//! which is chosen by its size, what Burn runs is among the candidates, and CubeCL's tuning picks the fastest for the shape
-//! on the device, by what they take on a device that waits for no launch. So whether a graph is replayed or a step runs eagerly, the same kernels run.
+//! Each is one operation of Burn's fusion, taken only where Burn's fusion would have run it alone; a product also with the
+//! operations on elements behind it, where Burn's fusion of both is a candidate. Except for the third, which is chosen by its
+//! size, what Burn runs is among the candidates, and CubeCL's tuning picks the fastest for the shape, on a device that waits
+//! for no launch. So whether a graph is replayed or a step runs eagerly, the same kernels run.
 //!
 //! All are for `f32`, accumulated in `f32`; everything else is Burn's.
 
@@ -82,6 +83,25 @@ fn view<const D: usize>(tensor: &CubeTensor, shape: [usize; D], strides: [usize;
     let mut seen = tensor.clone();
     *seen.meta = Metadata::new(Shape::from(shape), Strides::new(&strides));
     seen
+}
+
+/// A tensor without holes, in another shape of as many elements.
+fn shaped(tensor: CubeTensor, sizes: Vec<usize>) -> CubeTensor {
+    let mut strides = vec![1; sizes.len()];
+    for at in (0..sizes.len().saturating_sub(1)).rev() {
+        strides[at] = strides[at + 1] * sizes[at + 1];
+    }
+    let mut tensor = tensor;
+    *tensor.meta = Metadata::new(Shape::from(sizes), Strides::new(&strides));
+    tensor
+}
+
+/// The tensor, in a buffer that nobody else holds.
+fn unshared(tensor: CubeTensor) -> CubeTensor {
+    match tensor.can_mut() {
+        true => tensor,
+        false => tensor.copy(),
+    }
 }
 
 /// Uninitialized memory for a tensor of `f32` without holes, beside `like`.

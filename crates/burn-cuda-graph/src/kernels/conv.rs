@@ -13,10 +13,8 @@
 //! The columns are written to memory, taps times the image. Where that is too much, the operation is Burn's.
 
 use super::columns::{Window, columns};
-use super::{KernelKey, declined, empty, matmul, occupy, processors, view};
-use burn::tensor::DType;
+use super::{KernelKey, declined, matmul, occupy, processors, view};
 use burn_backend::ops::{ConvOptions, ModuleOps};
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul as product};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
@@ -143,9 +141,7 @@ fn multiply(lhs: CubeTensor, rhs: CubeTensor, m: usize, n: usize) -> Result<Cube
     if matmul::takes(&lhs, &rhs) {
         return Ok(matmul::product(lhs, rhs));
     }
-    let out = empty(&lhs, [m, n]);
-    product(lhs, rhs, Some(out), MatmulStrategy::default(), DType::F32)
-        .map_err(|error| format!("{error:?}"))
+    matmul::whole(lhs, rhs, [m, n])
 }
 
 /// A weight `[c_out, c_in, taps..]` as the matrix that it is.
@@ -333,7 +329,7 @@ pub(super) fn weight_gradient(
     let id = CubeTuneId::new(&client, &x.device);
     let cut = |(problem, x, _, grad): Inputs, halves: usize| {
         let depth = problem.channels_in * problem.taps();
-        let tiles = problem.channels_out.div_ceil(64) * depth.div_ceil(64);
+        let tiles = matmul::tiles(problem.channels_out, depth);
         let processors = processors(&x);
         let count = |halves: usize| match halves {
             0 => 1,

@@ -4,8 +4,9 @@
 //! told by its kind alone whether an operation is taken, and by its tensors, when it runs, what computes it.
 
 use super::followed::{self, Followed, locked};
-use super::{conv, matmul, plain, select, sum};
+use super::{conv, matmul, plain, select, sum, unshared};
 use burn::tensor::IndexingUpdateOp;
+use burn_backend::ops::ConvOptions;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::fusion::{
@@ -277,16 +278,29 @@ fn sum_axes(
     let tensor = tensors.take(input)?;
     if same {
         // Only where nobody else holds the buffer: who overwrites it in place knows no other name of it.
-        tensors.give(
-            out,
-            match tensor.can_mut() {
-                true => tensor,
-                false => tensor.copy(),
-            },
-        );
+        tensors.give(out, unshared(tensor));
         return Some(());
     }
     tensors.give(out, sum::sum_dims(tensor, axes));
+    Some(())
+}
+
+/// A gradient of a convolution from its image, its weight and the gradient of its result, where `compute` takes them.
+fn conv_gradient(
+    tensors: &mut Tensors<'_>,
+    inputs: [&TensorIr; 3],
+    options: ConvOptions<2>,
+    out: &TensorIr,
+    compute: fn(conv::Problem, CubeTensor, CubeTensor, CubeTensor) -> CubeTensor,
+) -> Option<()> {
+    let mut float = |local| tensors.peek(local).filter(plain);
+    let (x, weight, _) = (float(inputs[0])?, float(inputs[1])?, float(inputs[2])?);
+    let problem = conv::Problem::new(&x, &weight, &options)?;
+    drop((x, weight));
+    let x = tensors.take(inputs[0])?;
+    let weight = tensors.take(inputs[1])?;
+    let grad = tensors.take(inputs[2])?;
+    tensors.give(out, compute(problem, x, weight, grad));
     Some(())
 }
 
@@ -335,26 +349,14 @@ impl KernelOperation {
                 tensors.give(&op.out, conv::forward(problem, x, weight, bias));
             }
             Taken::ConvData(op) => {
-                let x = float(tensors.peek(&op.x)?)?;
-                let weight = float(tensors.peek(&op.weight)?)?;
-                float(tensors.peek(&op.output_grad)?)?;
-                let problem = conv::Problem::new(&x, &weight, &op.options.clone().into())?;
-                drop((x, weight));
-                let x = tensors.take(&op.x)?;
-                let weight = tensors.take(&op.weight)?;
-                let grad = tensors.take(&op.output_grad)?;
-                tensors.give(&op.out, conv::data_gradient(problem, x, weight, grad));
+                let inputs = [&op.x, &op.weight, &op.output_grad];
+                let options = op.options.clone().into();
+                conv_gradient(tensors, inputs, options, &op.out, conv::data_gradient)?;
             }
             Taken::ConvWeight(op) => {
-                let x = float(tensors.peek(&op.x)?)?;
-                let weight = float(tensors.peek(&op.weight)?)?;
-                float(tensors.peek(&op.output_grad)?)?;
-                let problem = conv::Problem::new(&x, &weight, &op.options.clone().into())?;
-                drop((x, weight));
-                let x = tensors.take(&op.x)?;
-                let weight = tensors.take(&op.weight)?;
-                let grad = tensors.take(&op.output_grad)?;
-                tensors.give(&op.out, conv::weight_gradient(problem, x, weight, grad));
+                let inputs = [&op.x, &op.weight, &op.output_grad];
+                let options = op.options.clone().into();
+                conv_gradient(tensors, inputs, options, &op.out, conv::weight_gradient)?;
             }
         }
         Some(())

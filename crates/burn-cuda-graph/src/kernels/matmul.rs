@@ -4,15 +4,13 @@
 //! multiprocessors, most of the device idles. Cut into pieces, the contraction is a batch of products, whose results are
 //! summed (known as split-K). Batches that meet the same matrix are rows of one product.
 
-use super::{KernelKey, declined, empty, occupy, processors, sum, view};
-use burn::tensor::{DType, Shape};
+use super::{KernelKey, declined, empty, occupy, processors, shaped, sum, view};
+use burn::tensor::DType;
 use burn_backend::ops::FloatTensorOps;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
-use cubecl::zspace::Strides;
-use cubecl::zspace::metadata::Metadata;
 use std::sync::Arc;
 
 /// The side of a tile of the result that one cube computes, as an estimate.
@@ -53,7 +51,8 @@ fn sizes(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<(usize, usize, usize)> {
     Some((rows(lhs)?.0, left[rank - 1], right[rank - 1]))
 }
 
-fn tiles(m: usize, n: usize) -> usize {
+/// Tiles of a result, as an estimate.
+pub(super) fn tiles(m: usize, n: usize) -> usize {
     m.div_ceil(TILE) * n.div_ceil(TILE)
 }
 
@@ -71,6 +70,17 @@ pub(super) fn pieces(k: usize, wanted: usize) -> usize {
         .rev()
         .find(|pieces| k.is_multiple_of(pieces * GRAIN))
         .unwrap_or(1)
+}
+
+/// The product by Burn's kernels, tuned, in memory without holes.
+pub(super) fn whole<const D: usize>(
+    lhs: CubeTensor,
+    rhs: CubeTensor,
+    shape: [usize; D],
+) -> Result<CubeTensor, String> {
+    let out = empty(&lhs, shape);
+    matmul(lhs, rhs, Some(out), MatmulStrategy::default(), DType::F32)
+        .map_err(|error| format!("{error:?}"))
 }
 
 /// The batch of products of both matrices' pieces, summed: `[m, n]`.
@@ -92,9 +102,7 @@ pub(super) fn cut_product(
     if pieces == 1 {
         let lhs = view(lhs, [m, k], [row, along]);
         let rhs = view(rhs, [k, n], [across, column]);
-        let out = empty(&lhs, [m, n]);
-        return matmul(lhs, rhs, Some(out), MatmulStrategy::default(), DType::F32)
-            .map_err(|error| format!("{error:?}"));
+        return whole(lhs, rhs, [m, n]);
     }
     let lhs = view(lhs, [pieces, m, length], [length * along, row, along]);
     let rhs = view(rhs, [pieces, length, n], [length * across, across, column]);
@@ -107,9 +115,7 @@ pub(super) fn summed(
     rhs: CubeTensor,
     (pieces, m, n): (usize, usize, usize),
 ) -> Result<CubeTensor, String> {
-    let parts = empty(&lhs, [pieces, m, n]);
-    let parts = matmul(lhs, rhs, Some(parts), MatmulStrategy::default(), DType::F32)
-        .map_err(|error| format!("{error:?}"))?;
+    let parts = whole(lhs, rhs, [pieces, m, n])?;
     let sum = sum::launch(&parts, (1, pieces, m * n), 32);
     Ok(view(&sum, [m, n], [n, 1]))
 }
@@ -120,13 +126,7 @@ fn ranked(out: CubeTensor, like: &CubeTensor) -> CubeTensor {
     if let Some(last) = sizes.last_mut() {
         *last = out.meta.shape()[1];
     }
-    let mut strides = vec![1; sizes.len()];
-    for at in (0..sizes.len() - 1).rev() {
-        strides[at] = strides[at + 1] * sizes[at + 1];
-    }
-    let mut out = out;
-    *out.meta = Metadata::new(Shape::from(sizes), Strides::new(&strides));
-    out
+    shaped(out, sizes)
 }
 
 /// How a product is computed.

@@ -8,7 +8,7 @@
 // The macro's expansion names its arguments without need. Conditions within a unit stand apart.
 #![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
 
-use super::view;
+use super::{unshared, view};
 use burn::tensor::{DType, Shape};
 use burn_backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::tensor::CubeTensor;
@@ -127,10 +127,7 @@ pub(super) fn takes(tensor: &CubeTensor, indices: &CubeTensor, value: &CubeTenso
 
 /// `tensor` with each row of `value` added to the row that its index names.
 pub(super) fn add_rows(tensor: CubeTensor, indices: CubeTensor, value: CubeTensor) -> CubeTensor {
-    let tensor = match tensor.can_mut() {
-        true => tensor,
-        false => tensor.copy(),
-    };
+    let tensor = unshared(tensor);
     let (heights, rows) = (tensor.meta.shape()[0], indices.meta.shape()[0]);
     let width = value.meta.num_elements() / rows;
     let client = tensor.client.clone();

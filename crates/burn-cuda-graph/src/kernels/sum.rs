@@ -7,14 +7,13 @@
 // The macro's expansion names its arguments without need. Conditions within a unit stand apart.
 #![allow(clippy::too_many_arguments, clippy::collapsible_if, missing_docs)]
 
-use super::{KernelKey, declined, empty, occupy, view};
+use super::{KernelKey, declined, empty, occupy, shaped, view};
 use burn::tensor::Shape;
 use burn_backend::ops::FloatTensorOps;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
 use cubecl::prelude::*;
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
-use cubecl::zspace::metadata::Metadata;
 use std::sync::Arc;
 
 /// Fewest rows that are a sum.
@@ -217,16 +216,10 @@ pub(super) fn launch_lines(
 }
 
 /// Burn's shape of the result: that of the input, with the summed axes of one element.
-fn shaped(out: CubeTensor, shape: &Shape, axes: &Axes) -> CubeTensor {
+fn kept(out: CubeTensor, shape: &Shape, axes: &Axes) -> CubeTensor {
     let mut sizes = shape.to_vec();
     sizes[axes.clone()].fill(1);
-    let mut strides = vec![1; sizes.len()];
-    for at in (0..sizes.len().saturating_sub(1)).rev() {
-        strides[at] = strides[at + 1] * sizes[at + 1];
-    }
-    let mut out = out;
-    *out.meta = Metadata::new(Shape::from(sizes), cubecl::zspace::Strides::new(&strides));
-    out
+    shaped(out, sizes)
 }
 
 /// The sum along `axes`, which are kept with one element.
@@ -241,7 +234,7 @@ pub(super) fn sum_dims(input: CubeTensor, axes: Axes) -> CubeTensor {
         match inner {
             1 => {
                 let shape = input.meta.shape().clone();
-                Ok(shaped(
+                Ok(kept(
                     launch_lines(&input, (outer, rows), lanes),
                     &shape,
                     &axes,
@@ -259,7 +252,7 @@ pub(super) fn sum_dims(input: CubeTensor, axes: Axes) -> CubeTensor {
             true => declined("fewer columns than a cube has"),
             false => {
                 let shape = input.meta.shape().clone();
-                Ok(shaped(launch(&input, folded, columns), &shape, &axes))
+                Ok(kept(launch(&input, folded, columns), &shape, &axes))
             }
         }
     };
