@@ -25,7 +25,6 @@ mod followed;
 mod fusion;
 mod matmul;
 mod occupy;
-mod products;
 mod select;
 mod sum;
 #[cfg(all(test, feature = "wgpu"))]
