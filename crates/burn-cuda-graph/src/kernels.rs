@@ -25,6 +25,7 @@ mod followed;
 mod fusion;
 mod matmul;
 mod occupy;
+mod products;
 mod select;
 mod sum;
 #[cfg(all(test, feature = "wgpu"))]

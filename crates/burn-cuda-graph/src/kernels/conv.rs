@@ -13,7 +13,7 @@
 //! The columns are written to memory, taps times the image. Where that is too much, the operation is Burn's.
 
 use super::columns::{Window, columns};
-use super::{KernelKey, declined, matmul, occupy, processors, view};
+use super::{KernelKey, declined, matmul, occupy, processors, products, view};
 use burn_backend::ops::{ConvOptions, ModuleOps};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
@@ -137,11 +137,11 @@ fn seen(
     )
 }
 
-fn multiply(lhs: CubeTensor, rhs: CubeTensor, m: usize, n: usize) -> Result<CubeTensor, String> {
+fn multiply(lhs: CubeTensor, rhs: CubeTensor) -> Result<CubeTensor, String> {
     if matmul::takes(&lhs, &rhs) {
         return Ok(matmul::product(lhs, rhs));
     }
-    matmul::whole(lhs, rhs, [m, n])
+    products::product(lhs, rhs)
 }
 
 /// A weight `[c_out, c_in, taps..]` as the matrix that it is.
@@ -159,7 +159,7 @@ pub(super) fn forward_by_columns(
     let columns = columns(x, problem.window(false), 1);
     let columns = view(&columns, [depth, rows], [rows, 1]);
     let weight = matrix(weight, problem.channels_out, depth);
-    let out = multiply(weight, columns, problem.channels_out, rows)?;
+    let out = multiply(weight, columns)?;
     Ok(seen(
         &out,
         problem.count,
@@ -229,7 +229,7 @@ pub(super) fn data_by_columns(
         [taps, problem.channels_in * taps, 1],
     );
     let weight = matrix(&weight, problem.channels_in, depth);
-    let out = multiply(weight, columns, problem.channels_in, rows)?;
+    let out = multiply(weight, columns)?;
     Ok(seen(
         &out,
         problem.count,
@@ -302,8 +302,6 @@ pub(super) fn weight_by_columns(
         1 => multiply(
             view(&grad, [channels, rows], [rows, 1]),
             view(&transposed, [rows, depth], [1, rows]),
-            channels,
-            depth,
         )?,
         _ => matmul::summed(grad, transposed, (pieces, channels, depth))?,
     };

@@ -4,10 +4,8 @@
 //! multiprocessors, most of the device idles. Cut into pieces, the contraction is a batch of products, whose results are
 //! summed (known as split-K). Batches that meet the same matrix are rows of one product.
 
-use super::{KernelKey, declined, empty, occupy, processors, shaped, sum, view};
-use burn::tensor::DType;
+use super::{KernelKey, declined, occupy, processors, products, shaped, sum, view};
 use burn_backend::ops::FloatTensorOps;
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeTuneId};
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
@@ -58,9 +56,10 @@ pub(super) fn tiles(m: usize, n: usize) -> usize {
 
 /// Whether the product is one that may gain from being cut.
 pub(super) fn takes(lhs: &CubeTensor, rhs: &CubeTensor) -> bool {
-    sizes(lhs, rhs).is_some_and(|(m, k, n)| {
+    let cut = sizes(lhs, rhs).is_some_and(|(m, k, n)| {
         k >= SHORTEST && m * n > 0 && m > 1 && n > 1 && tiles(m, n) <= 2 * processors(lhs)
-    })
+    });
+    cut || products::takes(lhs, rhs)
 }
 
 /// The largest number of equal pieces up to `wanted`.
@@ -70,17 +69,6 @@ pub(super) fn pieces(k: usize, wanted: usize) -> usize {
         .rev()
         .find(|pieces| k.is_multiple_of(pieces * GRAIN))
         .unwrap_or(1)
-}
-
-/// The product by Burn's kernels, tuned, in memory without holes.
-pub(super) fn whole<const D: usize>(
-    lhs: CubeTensor,
-    rhs: CubeTensor,
-    shape: [usize; D],
-) -> Result<CubeTensor, String> {
-    let out = empty(&lhs, shape);
-    matmul(lhs, rhs, Some(out), MatmulStrategy::default(), DType::F32)
-        .map_err(|error| format!("{error:?}"))
 }
 
 /// The batch of products of both matrices' pieces, summed: `[m, n]`.
@@ -102,7 +90,7 @@ pub(super) fn cut_product(
     if pieces == 1 {
         let lhs = view(lhs, [m, k], [row, along]);
         let rhs = view(rhs, [k, n], [across, column]);
-        return whole(lhs, rhs, [m, n]);
+        return products::product(lhs, rhs);
     }
     let lhs = view(lhs, [pieces, m, length], [length * along, row, along]);
     let rhs = view(rhs, [pieces, length, n], [length * across, across, column]);
@@ -115,7 +103,7 @@ pub(super) fn summed(
     rhs: CubeTensor,
     (pieces, m, n): (usize, usize, usize),
 ) -> Result<CubeTensor, String> {
-    let parts = whole(lhs, rhs, [pieces, m, n])?;
+    let parts = products::product(lhs, rhs)?;
     let sum = sum::launch(&parts, (1, pieces, m * n), 32);
     Ok(view(&sum, [m, n], [n, 1]))
 }
@@ -132,6 +120,8 @@ fn ranked(out: CubeTensor, like: &CubeTensor) -> CubeTensor {
 /// How a product is computed.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Way {
+    /// The operands as they are, by the kernel of CubeK's that is the fastest.
+    Chosen,
     /// Batches as rows of one matrix, where Burn's kernels go from batch to batch.
     Folded,
     /// Enough pieces for as many tiles as that many halves of the multiprocessors.
@@ -140,7 +130,8 @@ pub(super) enum Way {
 
 impl Way {
     /// All, and what each is called.
-    pub(super) const ALL: [(&'static str, Self); 4] = [
+    pub(super) const ALL: [(&'static str, Self); 5] = [
+        ("chosen", Self::Chosen),
         ("folded", Self::Folded),
         ("pieces_half", Self::Pieces { halves: 1 }),
         ("pieces_one", Self::Pieces { halves: 2 }),
@@ -149,14 +140,24 @@ impl Way {
 
     /// The product of two matrices, in tensors of any rank.
     pub(super) fn multiply(self, lhs: &CubeTensor, rhs: &CubeTensor) -> Result<CubeTensor, String> {
+        if let Self::Chosen = self {
+            return match products::takes(lhs, rhs) {
+                true => products::product(lhs.clone(), rhs.clone()),
+                false => declined("a product that launches do not decide"),
+            };
+        }
         let Some((m, k, n)) = sizes(lhs, rhs) else {
             return declined("a batch");
         };
+        if k < SHORTEST || tiles(m, n) > 2 * processors(lhs) {
+            return declined("a product with tiles enough");
+        }
         let count = |halves: usize| {
             let wanted = halves * processors(lhs) / 2;
             pieces(k, wanted.div_ceil(tiles(m, n)))
         };
         let own = match self {
+            Self::Chosen => 1,
             Self::Folded => match lhs.meta.shape()[lhs.meta.num_dims() - 2] == m {
                 true => return declined("no batch"),
                 false => 1,
@@ -174,8 +175,7 @@ impl Way {
 
 /// What the choice of a way is remembered by, with `behind` operations on elements after it.
 pub(super) fn key(lhs: &CubeTensor, rhs: &CubeTensor, behind: usize) -> KernelKey {
-    let (m, k, n) = sizes(lhs, rhs).unwrap_or_default();
-    KernelKey::new("product", [m, k, n, behind], &[lhs, rhs])
+    products::key("product", lhs, rhs, behind)
 }
 
 /// The product of two matrices, in tensors of any rank.
