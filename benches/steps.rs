@@ -38,8 +38,8 @@ use burn_cuda_graph::{
     optim as ours, support, with_random,
 };
 use burn_cuda_graph_suite::bench::{
-    self, BenchCase, KernelShare, Memory, Net, OptimizerKind, Row, Summary, break_even_steps,
-    idle_share,
+    self, BenchCase, Difference, KernelShare, Memory, Net, OptimizerKind, Row, Summary,
+    break_even_steps, idle_share,
 };
 use burn_cuda_graph_suite::device::{self, DeviceChoice};
 use burn_cuda_graph_suite::device_trace::{Activity, busy_ns, by_name};
@@ -194,16 +194,59 @@ fn optimizers(kind: OptimizerKind) -> [fn() -> ModuleOptimizer; 2] {
     }
 }
 
-fn values<M: Module>(model: &M) -> Vec<f32> {
-    struct Reader(Vec<f32>);
+/// Each parameter's path and values.
+fn parameters<M: Module>(model: &M) -> Vec<(String, Vec<f32>)> {
+    #[derive(Default)]
+    struct Reader {
+        path: Vec<String>,
+        found: Vec<(String, Vec<f32>)>,
+    }
     impl ModuleVisitor for Reader {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.to_string());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0.extend(param.val().into_data().iter::<f32>());
+            let values = param.val().into_data().iter::<f32>().collect();
+            self.found.push((self.path.join("."), values));
         }
     }
-    let mut reader = Reader(Vec::new());
+    let mut reader = Reader::default();
     model.valid().visit(&mut reader);
-    reader.0
+    reader.found
+}
+
+fn values<M: Module>(model: &M) -> Vec<f32> {
+    let parameters = parameters(model).into_iter();
+    parameters.flat_map(|(_, values)| values).collect()
+}
+
+/// The parameters that differ the most.
+fn furthest<M: Module>(ours: &M, theirs: &M) -> Vec<Difference> {
+    let pairs = parameters(ours).into_iter().zip(parameters(theirs));
+    let mut found: Vec<Difference> = pairs
+        .map(|((parameter, ours), (_, theirs))| {
+            let apart = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs());
+            let (element, largest) =
+                apart
+                    .enumerate()
+                    .fold((0, 0.0), |most, next| match next.1 > most.1 {
+                        true => next,
+                        false => most,
+                    });
+            Difference {
+                parameter,
+                largest,
+                element,
+            }
+        })
+        .filter(|difference| difference.largest > 0.0)
+        .collect();
+    found.sort_by(|a, b| b.largest.total_cmp(&a.largest));
+    found.truncate(5);
+    found
 }
 
 /// Whether all bits are equal, and the largest absolute difference.
@@ -414,6 +457,7 @@ fn measure<M: Case>(
     });
     let graphed_values = values(&graphed.model());
     let (parameters_equal, largest_difference) = compare(&graphed_values, &values(eager.model()));
+    let furthest = furthest(&graphed.model(), eager.model());
     // The same step over the same engine, never recorded.
     let unrecorded = || {
         let mut step = graphed_step(never_recorded())?;
@@ -639,6 +683,7 @@ fn measure<M: Case>(
         losses_equal,
         parameters_equal,
         largest_difference,
+        furthest,
         equals_own_eager,
         own_eager_repeats_itself,
         eager_repeats_itself,
@@ -784,6 +829,12 @@ fn print(row: &Row) {
             ),
         }
     );
+    for difference in &row.furthest {
+        println!(
+            "    {} [{}]: {:.2e} from plain Burn's",
+            difference.parameter, difference.element, difference.largest
+        );
+    }
     if let Some(memory) = &row.memory {
         println!("    memory {memory:?}");
     }

@@ -197,6 +197,17 @@ pub struct KernelShare {
     pub us_per_step: f64,
 }
 
+/// How far a parameter ends from plain Burn's.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Difference {
+    /// Its path in the module.
+    pub parameter: String,
+    /// The largest difference of its elements.
+    pub largest: f32,
+    /// Which of its elements, in memory's order.
+    pub element: usize,
+}
+
 /// What was measured of one case. `benches/results/README.md` says what each field is, and what it is not.
 #[derive(Clone, Debug, Default, Serialize)]
 #[allow(missing_docs)]
@@ -253,6 +264,8 @@ pub struct Row {
     pub losses_equal: bool,
     pub parameters_equal: bool,
     pub largest_difference: f32,
+    /// The parameters that end furthest from plain Burn's, at most five.
+    pub furthest: Vec<Difference>,
     pub equals_own_eager: bool,
     pub own_eager_repeats_itself: Option<bool>,
     pub eager_repeats_itself: bool,

@@ -8,7 +8,10 @@ mod common;
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, PaddingConfig2d};
-use burn::tensor::{Device, Int, Tensor, TensorData, activation::relu};
+use burn::tensor::{
+    Device, Int, Tensor, TensorData,
+    activation::{relu, softmax},
+};
 use burn_cuda_graph::GraphConfig;
 use common::{Net, assert_same, batch, bits, graphed, kernels_during, required, twins, word};
 use serial_test::serial;
@@ -117,7 +120,95 @@ fn operations_run_on_them() {
     assert_eq!(more.0, product);
 }
 
-/// An embedding, a convolution and linear layers on `[batch, 32]`: each of the operations that are taken, and its gradients.
+/// Softmax and its gradient: as it is defined, in `f64`. What is before it is fused, and what it leaves is read again behind.
+#[test]
+#[serial]
+fn softmax_is_one_kernel() {
+    let device = device().autodiff();
+    for (lines, length) in [(6, 5), (64, 128), (40, 1000), (4, 3000)] {
+        let shape = [lines / 2, 2, length];
+        let x = integers([shape[0], 2, length], 7, &device).require_grad();
+        let w = integers([shape[0], 2, length], 8, &device);
+        let mut found = (Vec::new(), Vec::new());
+        let kernels = kernels_during(|| {
+            let p = softmax(x.clone().mul_scalar(0.25).add_scalar(1.0), 2);
+            let grads = (p.clone() * w.clone()).sum().backward();
+            found.1 = values(x.grad(&grads).expect("has one"));
+            found.0 = values(p);
+        });
+        let own = kernels
+            .iter()
+            .filter(|kernel| kernel.contains("softmax_lines"));
+        assert_eq!(own.count(), 1, "{kernels:?}");
+        let (xs, ws) = (values(x.inner()), values(w));
+        for line in 0..lines {
+            let of = line * length..(line + 1) * length;
+            let exponents: Vec<f64> = xs[of.clone()]
+                .iter()
+                .map(|x| (*x as f64 * 0.25).exp())
+                .collect();
+            let sum: f64 = exponents.iter().sum();
+            let p: Vec<f64> = exponents.iter().map(|exponent| exponent / sum).collect();
+            let mean: f64 = p
+                .iter()
+                .zip(&ws[of.clone()])
+                .map(|(p, w)| p * *w as f64)
+                .sum();
+            for (at, place) in of.enumerate() {
+                let gradient = 0.25 * p[at] * (ws[place] as f64 - mean);
+                let (p_found, g_found) = (found.0[place] as f64, found.1[place] as f64);
+                assert!(
+                    (p_found - p[at]).abs() <= 2e-6 * p[at],
+                    "{place}: {p_found} {}",
+                    p[at]
+                );
+                // Two terms of up to 3 p cancel.
+                assert!(
+                    (g_found - gradient).abs() <= 1e-5 * p[at],
+                    "{place}: {g_found} {gradient}"
+                );
+            }
+        }
+    }
+}
+
+/// What looks like one and is not: other operations on the largest, another axis, a result that is read in between.
+#[test]
+#[serial]
+fn what_is_no_softmax_is_left_alone() {
+    let device = device();
+    let x = integers([64, 64], 9, &device);
+    let host = values(x.clone());
+    let mut found = Vec::new();
+    let kernels = kernels_during(|| {
+        let across = softmax(x.clone(), 0);
+        found.push(values(across.sum_dim(1)));
+        let largest = x.clone().max_dim(1);
+        let distance = x.clone() - largest.clone();
+        let exponent = distance.clone().exp();
+        let p = exponent.clone() / exponent.sum_dim(1);
+        found.push(values(p.sum_dim(1)));
+        found.push(values(largest + distance.sum_dim(1)));
+    });
+    assert!(
+        !kernels
+            .iter()
+            .any(|kernel| kernel.contains("softmax_lines")),
+        "{kernels:?}"
+    );
+    let ones = |values: &[f32]| values.iter().all(|value| (value - 1.0).abs() < 1e-5);
+    assert!(ones(&found[1]), "{:?}", found[1]);
+    let total: f32 = found[0].iter().sum();
+    assert!((total - 64.0).abs() < 1e-3, "{total}");
+    for (line, found) in host.chunks(64).zip(&found[2]) {
+        let largest = line.iter().fold(f32::MIN, |a, b| a.max(*b));
+        let apart: f32 = line.iter().map(|value| value - largest).sum();
+        assert_eq!(*found, largest + apart);
+    }
+}
+
+/// An embedding, a convolution, attention and linear layers on `[batch, 32]`: each of the operations that are taken, and its
+/// gradients.
 #[derive(Module, Debug)]
 struct Mixed {
     table: Embedding,
@@ -144,6 +235,11 @@ impl Net for Mixed {
         let seen = self.table.forward(words).swap_dims(1, 2);
         let seen = seen.reshape([samples, 4, 8, 4]) * x.reshape([samples, 1, 8, 4]);
         let seen = relu(self.conv.forward(seen)).flatten::<2>(1, 3);
+        // Sixteen places, two heads of eight.
+        let heads = seen.clone().reshape([samples, 16, 2, 8]).swap_dims(1, 2);
+        let scores = heads.clone().matmul(heads.clone().swap_dims(2, 3));
+        let mixed = softmax(scores.mul_scalar(0.3), 3).matmul(heads);
+        let seen = seen + mixed.swap_dims(1, 2).reshape([samples, 256]);
         self.output.forward(relu(self.hidden.forward(seen)))
     }
 }
@@ -174,7 +270,9 @@ fn steps_replay_on_them() {
         paths[4..].iter().all(|path| *path == "replayed"),
         "{paths:?}"
     );
-    assert!(kernels.iter().any(|kernel| kernel.contains("add_selected")));
+    for own in ["add_selected", "softmax_lines"] {
+        assert!(kernels.iter().any(|kernel| kernel.contains(own)), "{own}");
+    }
     let (eager, never) = run(GraphConfig::new().with_warmup(u32::MAX));
     assert!(
         never

@@ -29,10 +29,19 @@ const DISPLACES: f64 = 1.5;
 pub(crate) enum Watch {
     /// As plain Burn would.
     Off,
+    /// As plain Burn would, and waited for behind.
+    Waited,
     /// Watching its operations.
     On,
     /// Watching, with the stream prepared for capture: the last step before a window.
     Rehearse,
+}
+
+impl Watch {
+    /// Whether nobody watches.
+    pub fn is_off(self) -> bool {
+        matches!(self, Self::Off | Self::Waited)
+    }
 }
 
 /// A stream that shares one of the device's with another.
@@ -670,7 +679,11 @@ impl<F, G> Engine<F, G> {
             true => self.replay(key.clone(), host)?,
             false => {
                 let reason = FallbackReason::Timed;
-                let (output, _) = host.eager(Watch::Off)?;
+                let watch = match turn.timed {
+                    true => Watch::Waited,
+                    false => Watch::Off,
+                };
+                let (output, _) = host.eager(watch)?;
                 self.count_eager(Some(&key), started, &reason);
                 (output, StepPath::Eager(reason))
             }
@@ -916,7 +929,7 @@ mod tests {
         fn eager(&mut self, watch: Watch) -> Result<(u64, Option<u64>), StepError> {
             assert!(!self.panics_eager, "scripted");
             let short = self.fits.is_some_and(|fits| self.live_graphs.get() > fits);
-            if short && watch != Watch::Off {
+            if short && !watch.is_off() {
                 let detail = "out of memory".into();
                 return Err(StepError::Uncomputed { detail });
             }
@@ -930,7 +943,7 @@ mod tests {
                 true => READS_RATE,
                 false => self.operations,
             };
-            Ok((self.value, (watch != Watch::Off).then_some(operations)))
+            Ok((self.value, (!watch.is_off()).then_some(operations)))
         }
         fn compare(before: Option<&u64>, now: &u64) -> Verdict {
             match before {

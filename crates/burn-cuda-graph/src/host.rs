@@ -456,21 +456,21 @@ where
     fn eager(&mut self, watch: Watch) -> Result<(O, Option<Fingerprint>), StepError> {
         self.core.check_queue()?;
         let _range = range(match watch {
-            Watch::Off => Phase::Eager,
+            Watch::Off | Watch::Waited => Phase::Eager,
             Watch::On => Phase::WarmUp,
             Watch::Rehearse => Phase::Rehearsal,
         });
         // With no graphs there is nothing that counted for the state.
-        if watch != Watch::Off || self.core.attached || !self.core.ticks.is_empty() {
+        if !watch.is_off() || self.core.attached || !self.core.ticks.is_empty() {
             self.detach();
         }
-        if watch == Watch::Off || self.core.pool.is_none() {
-            let output = self.unwatched();
+        if watch.is_off() || self.core.pool.is_none() {
+            let output = self.unwatched(self.synced || watch == Watch::Waited);
             self.wait_if_timed()?;
             return Ok((output, None));
         }
         let Some(_watching) = watching() else {
-            return Ok((self.unwatched(), None));
+            return Ok((self.unwatched(self.synced), None));
         };
         match watch {
             Watch::Rehearse => self.rehearse(),
@@ -754,11 +754,13 @@ where
         (output, context, scope)
     }
 
-    /// A step that nobody watches.
-    fn unwatched(&mut self) -> O {
-        let pool = self.core.pool.as_ref().filter(|_| self.fused_updates);
+    /// A step that nobody watches. `waited`: it is waited for before its output is dropped.
+    fn unwatched(&mut self, waited: bool) -> O {
+        let ends = self.fused_updates || waited;
+        let pool = self.core.pool.as_ref().filter(|_| ends);
         // With slots it ends as a watched step does: all of it is launched, so that what is written into the slots next is
-        // not what its updates read.
+        // not what its updates read. So does one that is waited for: in plain Burn the loss is dropped behind the last
+        // update, which has that fused with its gradient. A wait before would launch it alone, and round otherwise.
         let step_end = pool.map(|pool| pool.step_end(&state::tensors_of(self.state)));
         let output = self.run_eager(Mode::Plain).0;
         if let Some(step_end) = step_end {
@@ -831,7 +833,7 @@ where
     /// is known.
     fn rehearse(&mut self) -> Result<(O, Option<Fingerprint>), StepError> {
         let Some(_window) = exclusive() else {
-            return Ok((self.unwatched(), None));
+            return Ok((self.unwatched(self.synced), None));
         };
         let key = (self.function, self.key.clone());
         let mut in_use = None;

@@ -10,6 +10,8 @@
 //! | sum over the rows of a matrix, and its like of any rank | a column is summed by many units | other order of additions |
 //! | product with a small result | the contraction is cut, the pieces are multiplied in one batch by Burn's kernels and summed | other order |
 //! | `select_assign` with addition along the first axis: an embedding's gradient | each row that is written is summed by threads of its own, in the order of the indices | the same |
+//! | product of matrices or of batches of them, up to 2^32 multiplications | which of CubeK's kernels is chosen anew; operands with rows farther apart than batches are read as they lie | other order |
+//! | softmax along the last axis | one kernel, where Burn's fusion has three | other order |
 //! | 2D convolution, its two gradients | one kernel lays the image out as columns, Burn's matrix products do the rest; no layout is changed before or after | other order |
 //!
 //! Each is one operation of Burn's fusion, taken only where Burn's fusion would have run it alone; a product also with the
@@ -27,6 +29,7 @@ mod matmul;
 mod occupy;
 mod products;
 mod select;
+mod softmax;
 mod sum;
 #[cfg(all(test, feature = "wgpu"))]
 mod tests;

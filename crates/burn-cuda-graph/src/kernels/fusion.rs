@@ -4,7 +4,7 @@
 //! told by its kind alone whether an operation is taken, and by its tensors, when it runs, what computes it.
 
 use super::followed::{self, Followed, locked};
-use super::{conv, matmul, plain, select, sum, unshared};
+use super::{conv, matmul, plain, select, softmax, sum, unshared};
 use burn::tensor::IndexingUpdateOp;
 use burn_backend::ops::ConvOptions;
 use burn_cubecl::CubeBackend;
@@ -434,6 +434,163 @@ pub(crate) struct State {
     followed: Option<(CubeOptimizationState, CubeOptimizationState, usize)>,
 }
 
+/// More than Burn's optimizations score, for some thousand operations: the kernel saves more of them than any of those.
+const SOFTMAX_SCORE: u64 = 100_000;
+
+/// Takes a softmax, with the operations on elements before it as Burn fuses them.
+#[derive(Clone)]
+struct SoftmaxFuser {
+    device: CubeDevice,
+    elements: ElementWiseFuser,
+    pattern: Option<softmax::Pattern>,
+    closed: bool,
+}
+
+impl SoftmaxFuser {
+    fn new(device: CubeDevice) -> Self {
+        Self {
+            elements: ElementWiseFuser::new(device.clone()),
+            device,
+            pattern: None,
+            closed: false,
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.pattern
+            .as_ref()
+            .is_some_and(softmax::Pattern::is_whole)
+    }
+}
+
+impl OperationFuser<CubeOptimization> for SoftmaxFuser {
+    fn fuse(&mut self, operation: &OperationIr) {
+        if self.closed {
+            return;
+        }
+        if let Some(pattern) = &mut self.pattern {
+            self.closed = !pattern.follow(operation) || pattern.is_whole();
+            return;
+        }
+        self.pattern = softmax::Pattern::begin(operation);
+        if self.pattern.is_none() {
+            self.elements.fuse(operation);
+            self.closed = self.elements.status() == FuserStatus::Closed;
+        }
+    }
+    fn finish(&mut self) -> CubeOptimization {
+        let leading = self.elements.len();
+        CubeOptimization::new(SoftmaxOperation {
+            leading,
+            elements: (leading > 0).then(|| Mutex::new(self.elements.finish())),
+            pattern: self.pattern.clone(),
+        })
+    }
+    fn reset(&mut self) {
+        *self = Self::new(self.device.clone());
+    }
+    fn status(&self) -> FuserStatus {
+        match self.closed {
+            true => FuserStatus::Closed,
+            false => FuserStatus::Open,
+        }
+    }
+    fn properties(&self) -> FuserProperties {
+        FuserProperties {
+            score: SOFTMAX_SCORE,
+            ready: self.is_whole(),
+        }
+    }
+    fn len(&self) -> usize {
+        let pattern = if self.is_whole() {
+            softmax::OPERATIONS
+        } else {
+            0
+        };
+        self.elements.len() + pattern
+    }
+    fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
+        Box::new(self.clone())
+    }
+}
+
+/// Operations on elements as Burn fuses them, and a softmax by a kernel of ours, or as Burn runs it.
+struct SoftmaxOperation {
+    leading: usize,
+    elements: Option<Mutex<CubeOptimization>>,
+    pattern: Option<softmax::Pattern>,
+}
+
+impl FusedOperation for SoftmaxOperation {
+    const NAME: &'static str = "burn-cuda-graph-softmax";
+    type State = SoftmaxState;
+
+    fn num_ops_fused(&self) -> usize {
+        self.leading + self.pattern.as_ref().map_or(0, |_| softmax::OPERATIONS)
+    }
+
+    fn max_relative_shape_id(&self) -> Option<usize> {
+        let elements = self.elements.as_ref()?;
+        locked(elements).max_relative_shape_id()
+    }
+
+    fn run(
+        &mut self,
+        context: &mut Context<CubeFusionHandle>,
+        fallback: &dyn Fn(usize) -> Box<dyn FallbackOperation>,
+    ) {
+        if let Some(elements) = &self.elements {
+            locked(elements).run(context, fallback);
+        }
+        let Some(pattern) = &self.pattern else {
+            return;
+        };
+        if pattern.compute(&mut Tensors { context }).is_none() {
+            for index in self.leading..self.leading + softmax::OPERATIONS {
+                fallback(index).run(context);
+            }
+        }
+    }
+
+    fn to_state(&self) -> Self::State {
+        SoftmaxState {
+            leading: self.leading,
+            elements: (self.elements.as_ref()).map(|elements| locked(elements).to_state()),
+            pattern: self.pattern.clone(),
+        }
+    }
+
+    fn from_state(device: &cubecl::Device, state: Self::State) -> Self {
+        let elements = state.elements.map(|elements| {
+            let elements = ElemwiseOptimization::from_state(device, elements.decode());
+            Mutex::new(CubeOptimization::new(elements))
+        });
+        Self {
+            leading: state.leading,
+            elements,
+            pattern: state.pattern,
+        }
+    }
+}
+
+/// What a softmax is stored as.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SoftmaxState {
+    leading: usize,
+    elements: Option<CubeOptimizationState>,
+    pattern: Option<softmax::Pattern>,
+}
+
+struct SoftmaxProvider;
+
+impl OptimizationProvider for SoftmaxProvider {
+    type Operation = SoftmaxOperation;
+
+    fn fuser(&self, device: &CubeDevice) -> CubeFuser {
+        CubeFuser::new(SoftmaxFuser::new(device.clone()))
+    }
+}
+
 struct KernelProvider;
 
 impl OptimizationProvider for KernelProvider {
@@ -451,7 +608,8 @@ pub(crate) fn register() -> bool {
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     if !*registered {
-        *registered = burn_cubecl::fusion::register(KernelProvider).is_ok();
+        *registered = burn_cubecl::fusion::register(KernelProvider).is_ok()
+            && burn_cubecl::fusion::register(SoftmaxProvider).is_ok();
     }
     *registered
 }

@@ -14,8 +14,8 @@ use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
-/// Steps, one waiting for the other: some 200 microseconds of a GPU.
-const STEPS: u32 = 40_000;
+/// Steps, one waiting for the other: some thousand microseconds of a GPU, in which a slow host launches a dozen kernels.
+const STEPS: u32 = 200_000;
 
 #[cube(launch)]
 fn turn(out: &mut [u32], steps: u32) {

@@ -3,7 +3,7 @@
 
 use super::columns::{Window, columns};
 use super::matmul::Way;
-use super::{conv, matmul, select, sum, view};
+use super::{conv, matmul, products, select, softmax, sum, view};
 use crate::pool::resolve;
 use crate::tensor::AnyTensor;
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -228,10 +228,12 @@ fn batches_are_rows() {
         }
     }
     assert!(ways > 1, "{ways}");
+    let folded = |left: &CubeTensor, right: &CubeTensor| Way::Folded.multiply(left, right).is_ok();
+    assert!(folded(&left, &right));
     let apart = view(&left, [2, 3, 4, 128], [3 * 8 * 128, 8 * 128, 128, 1]);
-    assert!(!matmul::takes(&apart, &right));
+    assert!(!folded(&apart, &right));
     let many = tensor(&values(2 * 128 * 24, 7), &[2, 1, 128, 24]);
-    assert!(!matmul::takes(&left, &many));
+    assert!(!folded(&left, &many));
 }
 
 /// Pieces are equal, and no shorter than they may be.
@@ -254,13 +256,136 @@ fn contractions_are_cut_evenly() {
     assert_eq!(matmul::pieces(1024, 8), 8);
 }
 
+/// Few of anything are a product of vectors, and what takes long is not decided by launches: both are Burn's, unless the
+/// contraction can be cut.
 #[test]
-fn batches_and_short_contractions_are_not_taken() {
+fn products_that_are_taken() {
     let of = |shape: &[usize]| tensor(&values(shape.iter().product(), 1), shape);
     assert!(matmul::takes(&of(&[8, 128]), &of(&[128, 8])));
-    assert!(!matmul::takes(&of(&[8, 64]), &of(&[64, 8])));
-    assert!(!matmul::takes(&of(&[2, 8, 128]), &of(&[2, 128, 8])));
+    assert!(matmul::takes(&of(&[8, 64]), &of(&[64, 8])));
+    assert!(matmul::takes(&of(&[2, 8, 128]), &of(&[2, 128, 8])));
     assert!(!matmul::takes(&of(&[1, 128]), &of(&[128, 8])));
+    assert!(!matmul::takes(&of(&[7, 64]), &of(&[64, 8])));
+    assert!(!matmul::takes(&of(&[8, 7]), &of(&[7, 8])));
+    let long = |rows: usize| view(&of(&[64, 64]), [rows, 64], [0, 1]);
+    assert!(matmul::takes(&long(1 << 20), &of(&[64, 64])));
+    assert!(!matmul::takes(&long((1 << 20) + 1), &of(&[64, 64])));
+}
+
+/// The values, in the order of `shape`, in memory in the order of axes `order`, with `pad` elements behind each line.
+fn laid(values: &[f32], shape: &[usize], order: &[usize], pad: usize) -> CubeTensor {
+    let rank = shape.len();
+    let mut strides = vec![1; rank];
+    let mut length = shape[order[rank - 1]] + pad;
+    for axis in order[..rank - 1].iter().rev() {
+        strides[*axis] = length;
+        length *= shape[*axis];
+    }
+    let mut memory = vec![f32::NAN; length];
+    for (at, value) in values.iter().enumerate() {
+        let (mut rest, mut place) = (at, 0);
+        for axis in (0..rank).rev() {
+            place += rest % shape[axis] * strides[axis];
+            rest /= shape[axis];
+        }
+        memory[place] = *value;
+    }
+    let mut tensor = tensor(&memory, &[length]);
+    *tensor.meta = cubecl::zspace::metadata::Metadata::new(
+        burn::tensor::Shape::from(shape.to_vec()),
+        cubecl::zspace::Strides::new(&strides),
+    );
+    tensor
+}
+
+/// Batches of products `[outer, inner, m, k]` and `[outer, inner, k, n]`, by loops. One batch meets all.
+fn batched(lhs: &[f32], rhs: &[f32], batches: usize, (m, k, n): (usize, usize, usize)) -> Vec<f32> {
+    let of = |values: &[f32], batch: usize, size: usize| {
+        let at = batch * size % values.len();
+        values[at..at + size].to_vec()
+    };
+    let out = (0..batches)
+        .flat_map(|batch| product(&of(lhs, batch, m * k), &of(rhs, batch, k * n), (m, k, n)));
+    out.collect()
+}
+
+/// Every candidate, exactly: with integers the rounding of tensor cores' operands changes nothing, so each difference is an
+/// element read or written in the wrong place.
+#[test]
+fn candidates_multiply() {
+    let (whole, heads, across) = ([0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 3, 2]);
+    let keys = [0, 3, 1, 2];
+    let mut problems = vec![
+        ((2, 3), (40, 24, 32), whole, whole, 0),
+        ((2, 3), (40, 24, 32), heads, keys, 0),
+        ((2, 3), (33, 20, 9), heads, heads, 0),
+        ((2, 2), (64, 64, 40), whole, heads, 3),
+        ((2, 2), (16, 100, 30), across, keys, 2),
+        ((1, 1), (130, 70, 50), across, whole, 0),
+        ((1, 1), (65, 129, 131), whole, across, 1),
+    ];
+    #[cfg(feature = "cuda")]
+    if std::env::var("BURN_DEVICE").is_ok_and(|name| name == "cuda") {
+        for (lhs, rhs) in [(whole, whole), (whole, across), (across, whole)] {
+            for sizes in [(1024, 256, 768), (256, 1024, 1024), (1024, 256, 96)] {
+                problems.push(((1, 1), sizes, lhs, rhs, 0));
+            }
+        }
+        for (sizes, lhs, rhs) in [
+            ((128, 32, 128), heads, keys),
+            ((128, 128, 32), whole, heads),
+            ((128, 32, 128), heads, across),
+            ((128, 128, 32), across, heads),
+        ] {
+            problems.push(((8, 8), sizes, lhs, rhs, 0));
+        }
+    }
+    for ((outer, inner), (m, k, n), left, right, pad) in problems {
+        let batches = outer * inner;
+        let (lhs, rhs) = (values(batches * m * k, 11), values(batches * k * n, 12));
+        let expected = batched(&lhs, &rhs, batches, (m, k, n));
+        let lhs = laid(&lhs, &[outer, inner, m, k], &left, pad);
+        let rhs = laid(&rhs, &[outer, inner, k, n], &right, pad);
+        let what = format!("{outer} x {inner} of {m} x {k} x {n}, {left:?} {right:?} {pad}");
+        let mut multiplied = 0;
+        for candidate in products::candidates() {
+            for order in [whole, heads] {
+                let nothing = vec![f32::NAN; expected.len()];
+                let out = laid(&nothing, &[outer, inner, m, n], &order, 0);
+                let inputs = (lhs.clone(), rhs.clone(), out.clone());
+                match candidate.multiply(inputs) {
+                    Ok(()) => multiplied += 1,
+                    Err(_) => continue,
+                }
+                let found = read(&out);
+                let wrong = found.iter().zip(&expected).filter(|(a, b)| a != b).count();
+                assert_eq!(wrong, 0, "{}: {what}, {order:?}", candidate.name);
+            }
+        }
+        assert!(multiplied >= 8, "{what}: {multiplied}");
+        let found = products::product(lhs, rhs).expect("multiplies");
+        assert_eq!(found.meta.shape().to_vec(), [outer, inner, m, n]);
+        assert_eq!(read(&found), expected, "as chosen: {what}");
+    }
+}
+
+/// A result lies as the operand that has its columns; one batch for all, or columns apart, say nothing.
+#[test]
+fn heads_leave_as_they_came() {
+    let of = |shape: &[usize]| values(shape.iter().product(), 13);
+    let strides = |lhs: CubeTensor, rhs: CubeTensor| {
+        let found = products::product(lhs, rhs).expect("multiplies");
+        found.meta.strides().to_vec()
+    };
+    let scores = || tensor(&of(&[2, 4, 16, 16]), &[2, 4, 16, 16]);
+    let heads = laid(&of(&[2, 4, 16, 8]), &[2, 4, 16, 8], &[0, 2, 1, 3], 0);
+    assert_eq!(strides(scores(), heads.clone()), [512, 8, 32, 1]);
+    let keys = laid(&of(&[2, 4, 8, 16]), &[2, 4, 8, 16], &[0, 3, 1, 2], 0);
+    assert_eq!(strides(heads.clone(), keys), [1024, 256, 16, 1]);
+    let whole = tensor(&of(&[2, 4, 8, 16]), &[2, 4, 8, 16]);
+    assert_eq!(strides(heads.clone(), whole), [1024, 256, 16, 1]);
+    let single = view(&heads, [1, 4, 16, 8], [512, 8, 32, 1]);
+    assert_eq!(strides(scores(), single), [512, 128, 8, 1]);
 }
 
 /// Bit by bit, with values that round: the order is that of the indices. Indices out of bounds write nothing.
@@ -307,6 +432,68 @@ fn rows_are_added_in_order() {
         assert!(same, "{heights} {width} {rows}");
         assert_eq!(read(&kept), before, "what others hold is left as it was");
     }
+}
+
+/// As it is defined, in `f64`: short lines and long ones, of vectors and not, fewer lines than a cube has and more.
+#[test]
+fn softmax_of_lines() {
+    for (count, length) in [
+        (1, 1),
+        (3, 7),
+        (70, 8),
+        (64, 128),
+        (5, 1000),
+        (2, 5000),
+        (9, 129),
+    ] {
+        let given = values(count * length, length as u64);
+        let input = tensor(&given, &[1, count, length]);
+        assert!(softmax::takes(&input));
+        let all = softmax::Keep {
+            distances: true,
+            exponents: true,
+            sums: true,
+        };
+        let kept = softmax::launch(&input, all);
+        let bare = softmax::launch(&input, softmax::Keep::default());
+        assert!(bare.distances.is_none() && bare.exponents.is_none() && bare.sums.is_none());
+        let distances = read(&kept.distances.expect("was asked for"));
+        let exponents = kept.exponents.expect("was asked for");
+        let sums = kept.sums.expect("was asked for");
+        assert_eq!(exponents.meta.shape().to_vec(), [1, count, length]);
+        assert_eq!(sums.meta.shape().to_vec(), [1, count, 1]);
+        let out = read(&kept.out);
+        assert_eq!(out, read(&bare.out), "{count} {length}");
+        let (exponents, sums) = (read(&exponents), read(&sums));
+        for (line, given) in given.chunks(length).enumerate() {
+            let most = given.iter().fold(f32::MIN, |a, b| a.max(*b));
+            let expected: Vec<f64> = given.iter().map(|x| ((x - most) as f64).exp()).collect();
+            let sum: f64 = expected.iter().sum();
+            let near =
+                |found: f32, expected: f64| (found as f64 - expected).abs() <= 2e-6 * expected;
+            assert!(
+                near(sums[line], sum),
+                "{count} {length}: {} {sum}",
+                sums[line]
+            );
+            for (at, expected) in expected.iter().enumerate() {
+                let place = line * length + at;
+                assert_eq!(distances[place], given[at] - most, "{place}");
+                assert!(
+                    near(exponents[place], *expected),
+                    "{count} {length} {place}"
+                );
+                assert!(near(out[place], expected / sum), "{count} {length} {place}");
+            }
+        }
+    }
+    let infinite = f32::NEG_INFINITY;
+    let masked = [infinite, 1.0, infinite, 1.0, f32::NAN, 0.0, 0.0, 0.0];
+    let found = read(&softmax::launch(&tensor(&masked, &[2, 4]), Default::default()).out);
+    assert_eq!(found[..4], [0.0, 0.5, 0.0, 0.5]);
+    assert!(found[4..].iter().all(|value| value.is_nan()), "{found:?}");
+    let long = view(&tensor(&[1.0], &[1]), [1, 1 << 17], [0, 0]);
+    assert!(!softmax::takes(&long));
 }
 
 struct Sizes {
@@ -445,15 +632,18 @@ fn convolutions_by_columns() {
         let found = conv::forward_by_columns(&problem, &x, &w).expect("multiplies");
         assert_eq!(found.meta.shape().to_vec(), shapes.2);
         assert_eq!(read(&found), expected.0, "{what}");
+        println!("DIAG {case} forward ok");
 
         let found = conv::data_by_columns(&problem, &w, &g).expect("multiplies");
         assert_eq!(found.meta.shape().to_vec(), shapes.0);
         assert_eq!(read(&found), expected.1, "{what}");
+        println!("DIAG {case} data ok");
 
         let rows = n * height * width;
         for pieces in (1..=8).filter(|pieces| rows % pieces == 0) {
             let found = conv::weight_by_columns(&problem, &x, &g, pieces).expect("multiplies");
             assert_eq!(found.meta.shape().to_vec(), shapes.1);
+            println!("DIAG {case} weight {pieces} {}", read(&found) == expected.2);
             assert_eq!(read(&found), expected.2, "{what} in {pieces}");
         }
         // Tuning takes its time on a device in software.
