@@ -997,49 +997,6 @@ pub fn a_trial_takes_ordinary_steps(device: &Device) {
     assert!(report.replayed >= 6, "{report}");
 }
 
-/// PROBE
-pub fn zz_probe(device: &Device) {
-    let (device, model, twin) = twins::<Mlp>(device);
-    let twin_waits = twin.valid().train();
-    let twin_half = twin.valid().train();
-    let twin_never = twin.valid().train();
-    let mut eager = Eager::new(twin, &device);
-    let mut waits = Eager::new(twin_waits, &device);
-    let mut half = Eager::new(twin_half, &device);
-    let config = GraphConfig::new().with_policy(Policy::Adaptive);
-    let mut step = graphed(model, config, &device);
-    let never = GraphConfig::new().with_warmup(u32::MAX);
-    let mut never = graphed(twin_never, never, &device);
-    let apart = |a: &[Vec<u32>], b: &[Vec<u32>]| {
-        a.iter()
-            .zip(b)
-            .map(|(a, b)| a.iter().zip(b).filter(|(a, b)| a != b).count())
-            .collect::<Vec<_>>()
-    };
-    for index in 0..40 {
-        let out = step.run(batch(&device, index, 64), LR).expect("runs");
-        let never_out = never.run(batch(&device, index, 64), LR).expect("runs");
-        eager.step(batch(&device, index, 64), LR);
-        let b = batch(&device, index, 64);
-        device.sync().expect("syncs");
-        waits.step(b, LR);
-        device.sync().expect("syncs");
-        let b = batch(&device, index, 64);
-        half.step(b, LR);
-        device.sync().expect("syncs");
-        let plain = bits(&eager.model);
-        println!(
-            "PROBE {index} {} {}: trial {:?} waits {:?} half {:?} never {:?}",
-            word(&out),
-            word(&never_out),
-            apart(&bits(&step.model()), &plain),
-            apart(&bits(&waits.model), &plain),
-            apart(&bits(&half.model), &plain),
-            apart(&bits(&never.model()), &plain),
-        );
-    }
-}
-
 /// Two states that trade tensors in the step: each must be read before its buffer is written.
 pub fn states_that_swap(device: &Device) {
     let (device, first, first_twin) = twins::<Mlp>(device);

@@ -463,12 +463,6 @@ fn a_replay_is_not_held_back() {
 
 #[test]
 #[serial]
-fn zz_probe() {
-    bodies::zz_probe(&device())
-}
-
-#[test]
-#[serial]
 fn a_trial_takes_ordinary_steps() {
     bodies::a_trial_takes_ordinary_steps(&device())
 }

@@ -122,18 +122,18 @@ impl Problem {
     }
 }
 
-/// `[channels, n * positions]` as `[n, channels, height, width]`.
+/// `[channels, n * positions]` as `[n, channels, height, width]`. On CUDA a product's rows may have holes between them.
 fn seen(
     out: &CubeTensor,
     count: usize,
     channels: usize,
     (height, width): (usize, usize),
 ) -> CubeTensor {
-    let positions = height * width;
+    let (row, along) = (out.meta.strides()[0], out.meta.strides()[1]);
     view(
         out,
         [count, channels, height, width],
-        [positions, count * positions, width, 1],
+        [height * width * along, row, width * along, along],
     )
 }
 
@@ -306,10 +306,11 @@ pub(super) fn weight_by_columns(
         _ => matmul::summed(grad, transposed, (pieces, channels, depth))?,
     };
     let (taps_y, taps_x) = problem.taps;
+    let (row, along) = (out.meta.strides()[0], out.meta.strides()[1]);
     Ok(view(
         &out,
         [channels, problem.channels_in, taps_y, taps_x],
-        [depth, taps_y * taps_x, taps_x, 1],
+        [row, taps_y * taps_x * along, taps_x * along, along],
     ))
 }
 

@@ -632,18 +632,15 @@ fn convolutions_by_columns() {
         let found = conv::forward_by_columns(&problem, &x, &w).expect("multiplies");
         assert_eq!(found.meta.shape().to_vec(), shapes.2);
         assert_eq!(read(&found), expected.0, "{what}");
-        println!("DIAG {case} forward ok");
 
         let found = conv::data_by_columns(&problem, &w, &g).expect("multiplies");
         assert_eq!(found.meta.shape().to_vec(), shapes.0);
         assert_eq!(read(&found), expected.1, "{what}");
-        println!("DIAG {case} data ok");
 
         let rows = n * height * width;
         for pieces in (1..=8).filter(|pieces| rows % pieces == 0) {
             let found = conv::weight_by_columns(&problem, &x, &g, pieces).expect("multiplies");
             assert_eq!(found.meta.shape().to_vec(), shapes.1);
-            println!("DIAG {case} weight {pieces} {}", read(&found) == expected.2);
             assert_eq!(read(&found), expected.2, "{what} in {pieces}");
         }
         // Tuning takes its time on a device in software.
